@@ -1,0 +1,168 @@
+"""The whole configuration, typed: one frozen pydantic model per section.
+
+Unknown keys, wrong types and impossible combinations become a :class:`~lf_meta.errors.ConfigError` that
+names the dotted key (see :mod:`lf_meta.config_load`, which reads YAML and ``key=value`` overrides).
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+from lf_meta.config_load import build, origins_of
+
+PositiveInt = Annotated[int, Field(gt=0)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1, allow_inf_nan=False)]
+
+
+class Section(BaseModel):
+    """Base of all sections: immutable, and closed against unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class RunSection(Section):
+    """What this run is called, how long it is and where it writes."""
+
+    name: str | None = Field(None, description="folder under run.dir; default: model-size-NNN, never reused")
+    dir: str = Field("runs", description="folder that holds all runs")
+    seed: NonNegativeInt = Field(0, description="one seed for initial weights, sample order and dropout")
+    steps: PositiveInt = Field(300, description="optimizer steps; also the length of the learning-rate schedule")
+
+
+class ModelSection(Section):
+    """Which model, and which of its sizes."""
+
+    name: str = Field("gr00t_n16_lm", description="registered model, or module:callable")
+    size: str = Field("tiny", description="a named size of that model")
+    vocab_size: PositiveInt | None = Field(None, description="default: the data set's vocabulary")
+    args: dict[str, int | float | bool | str] = Field(
+        default_factory=dict, description="overrides single dimensions, e.g. model.args.layers=6"
+    )
+
+
+class DataSection(Section):
+    """Training text and how it is cut into records."""
+
+    path: str | None = Field(None, description="text, .jsonl, .npz or .loongbin; default: Python's own reference")
+    tokenizer: str = Field("bytes", description="'bytes' or the path of a tokenizer.json")
+    max_len: Annotated[int, Field(ge=2)] = Field(128, description="longest record in tokens; longer texts are split")
+    eval_fraction: Fraction = Field(0.05, description="share of the documents held out for eval")
+    workers: PositiveInt = Field(1, description="processes that tokenize")
+
+
+class BatchSection(Section):
+    """Records per optimizer step over all ranks, and in how many micro-batches each rank takes its share."""
+
+    size: PositiveInt = Field(16, description="global batch in records")
+    accum: PositiveInt = Field(1, description="micro-batches per rank and step")
+
+
+class OptimSection(Section):
+    """Fused AdamW with warm-up and cosine decay, both pure functions of the step."""
+
+    lr: PositiveFloat = Field(3e-3, description="peak learning rate")
+    min_lr: NonNegativeFloat = Field(3e-4, description="learning rate after the last step")
+    warmup: NonNegativeInt = Field(20, description="steps of linear warm-up")
+    betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW betas")
+    eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
+    weight_decay: NonNegativeFloat = Field(0.1, description="on matrices only, not on norms")
+    clip: NonNegativeFloat = Field(1.0, description="global gradient norm; 0 turns clipping off")
+
+    @model_validator(mode="after")
+    def _ordered(self) -> OptimSection:
+        if self.min_lr > self.lr:
+            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
+        return self
+
+
+class DeviceSection(Section):
+    """Where it runs and in which precision."""
+
+    type: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
+    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 autocast where supported on cuda")
+    threads: NonNegativeInt = Field(0, description="CPU threads of torch per rank; 0 leaves torch's choice")
+
+
+class LoaderSection(Section):
+    """Which loader feeds the loop; both deliver the same batches."""
+
+    backend: Literal["iouring", "torch"] = Field("iouring", description="lf-iouring, or torch's own DataLoader")
+    engine: Literal["auto", "io_uring", "pread", "python"] = Field("auto", description="lf-iouring's read engine")
+    threads: NonNegativeInt = Field(0, description="engine threads or torch workers; 0: automatic / in-process")
+    prefetch: PositiveInt = Field(4, description="batches read ahead")
+
+
+class CkptSection(Section):
+    """When, where and how state is saved."""
+
+    backend: Literal["lf", "torch"] = Field("lf", description="lf-ckpt, or torch.save")
+    every: NonNegativeInt = Field(20, description="steps between saves; 0: only at the end and on a signal")
+    keep: PositiveInt = Field(3, description="newest checkpoints kept")
+    full_every: NonNegativeInt = Field(8, description="lf: deltas before a new full save")
+    dir: str | None = Field(None, description="default: RUN/ckpt")
+    on_error: Literal["raise", "warn"] = Field("raise", description="stop, or log and go on, when a save fails")
+
+
+class EvalSection(Section):
+    """The held-out split."""
+
+    every: NonNegativeInt = Field(100, description="steps between evaluations; 0: only at the end")
+    batches: NonNegativeInt = Field(8, description="global batches per evaluation; 0: the whole split")
+
+
+class MetricsSection(Section):
+    """Logging; the only place where the host waits for the device."""
+
+    every: PositiveInt = Field(10, description="steps between log lines")
+
+
+class DistSection(Section):
+    """Data parallel over torchrun's ranks."""
+
+    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on cuda, gloo on cpu")
+    timeout: PositiveInt = Field(1800, description="seconds until a lost peer is an error")
+
+
+class Config(Section):
+    """A complete run. ``Config()`` is the default job."""
+
+    run: RunSection = Field(default_factory=RunSection)
+    model: ModelSection = Field(default_factory=ModelSection)
+    data: DataSection = Field(default_factory=DataSection)
+    batch: BatchSection = Field(default_factory=BatchSection)
+    optim: OptimSection = Field(default_factory=OptimSection)
+    device: DeviceSection = Field(default_factory=DeviceSection)
+    loader: LoaderSection = Field(default_factory=LoaderSection)
+    ckpt: CkptSection = Field(default_factory=CkptSection)
+    eval: EvalSection = Field(default_factory=EvalSection)
+    metrics: MetricsSection = Field(default_factory=MetricsSection)
+    dist: DistSection = Field(default_factory=DistSection)
+
+    @model_validator(mode="after")
+    def _divisible(self) -> Config:
+        if self.batch.size % self.batch.accum:
+            raise ValueError(f"batch.size {self.batch.size} is not a multiple of batch.accum {self.batch.accum}")
+        return self
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain data, ready for YAML or JSON."""
+        return self.model_dump(mode="json")
+
+
+def load_config(path: str | None = None, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """Read a YAML file (or nothing), apply ``key=value`` overrides, validate.
+
+    Raises:
+        ConfigError: with the dotted key of the first problem and, for an unknown key, the nearest name.
+    """
+    return build(Config, path, overrides)
+
+
+def config_origins(path: str | None, overrides: list[str] | tuple[str, ...]) -> dict[str, tuple[Any, str]]:
+    """Every dotted key with its value and where it came from: ``default``, the file's name, or ``command line``."""
+    return origins_of(Config, path, overrides)

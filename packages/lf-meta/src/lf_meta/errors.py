@@ -1,0 +1,50 @@
+"""Everything lf-meta raises on purpose."""
+
+from __future__ import annotations
+
+
+class MetaError(Exception):
+    """Base of lf-meta's errors; ``exit_code`` is what the command line returns for it."""
+
+    exit_code = 1
+
+
+class ConfigError(MetaError):
+    """A setting is unknown, mistyped or impossible.
+
+    Attributes:
+        key: dotted path of the setting, e.g. ``optim.lr``.
+    """
+
+    exit_code = 2
+
+    def __init__(self, key: str, problem: str) -> None:
+        super().__init__(f"{key}: {problem}")
+        self.key = key
+
+
+class DataError(MetaError):
+    """The data cannot be used with this configuration (wrong vocabulary, empty split, unreadable file)."""
+
+    exit_code = 2
+
+
+class RunError(MetaError):
+    """A run directory is missing, unfinished or already in use."""
+
+    exit_code = 2
+
+
+class NonFiniteLossError(MetaError):
+    """The loss became NaN or infinite; no checkpoint was written after ``step``.
+
+    Attributes:
+        step: first step whose loss was not finite.
+    """
+
+    def __init__(self, step: int, loss: float) -> None:
+        super().__init__(
+            f"loss at step {step} is {loss}: the last checkpoint is from before it; "
+            "lower optim.lr or raise optim.warmup and resume"
+        )
+        self.step = step

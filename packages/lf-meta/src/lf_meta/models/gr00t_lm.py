@@ -1,0 +1,186 @@
+"""``gr00t_n16_lm``: a causal language model with the blocks of GR00T N1.6's backbone (Qwen3-like).
+
+RMSNorm before each half, rotary positions, SwiGLU, no biases. Sources: RMSNorm arXiv 1910.07467, rotary
+embedding arXiv 2104.09864 (half-split layout), SwiGLU arXiv 2002.05202. The 1.6b size (28 layers x 2048,
+32 heads, ffn 5632, vocabulary 50257) has 1.645 B parameters.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lf_meta.errors import ConfigError
+
+IGNORE = -100  # label of a position that is not predicted; torch's own default
+
+
+@dataclass(frozen=True)
+class LMConfig:
+    """Dimensions of one model; every field can be overridden by ``model.args``."""
+
+    vocab_size: int
+    hidden: int
+    layers: int
+    heads: int
+    ffn: int
+    dropout: float = 0.0
+    rope_base: float = 10000.0
+    norm_eps: float = 1e-6
+    init_std: float = 0.02
+
+    def __post_init__(self) -> None:
+        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
+            raise ConfigError("model.args.heads", f"hidden {self.hidden} needs an even width in each of {self.heads} heads")
+        if not 0 <= self.dropout < 1:
+            raise ConfigError("model.args.dropout", f"must be in [0, 1), not {self.dropout}")
+
+
+SIZES: dict[str, dict[str, int]] = {
+    "tiny": {"hidden": 128, "layers": 4, "heads": 4, "ffn": 352},
+    "small": {"hidden": 512, "layers": 8, "heads": 8, "ffn": 1408},
+    "1.6b": {"hidden": 2048, "layers": 28, "heads": 32, "ffn": 5632},
+}
+
+
+def rope_tables(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
+    """cos and sin tables, float32 [length, head_dim / 2]."""
+    inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
+    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Apply rotary positions to x [..., T, D]; pairs are (i, i + D/2). Keeps the dtype of x."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, b * cos + a * sin), dim=-1).to(x.dtype)
+
+
+class Attention(nn.Module):
+    """Causal self-attention, [B, T, hidden] to [B, T, hidden].
+
+    Records are padded at their end only, so the causal mask alone keeps padding out of every real position.
+    """
+
+    def __init__(self, c: LMConfig) -> None:
+        super().__init__()
+        self.heads, self.dropout = c.heads, c.dropout
+        self.qkv = nn.Linear(c.hidden, 3 * c.hidden, bias=False)
+        self.out = nn.Linear(c.hidden, c.hidden, bias=False)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        b, t, d = x.shape
+        q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
+        p = self.dropout if self.training else 0.0
+        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=p)
+        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, d))
+        return out
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)), [..., hidden] to [..., hidden]."""
+
+    def __init__(self, c: LMConfig) -> None:
+        super().__init__()
+        self.gate = nn.Linear(c.hidden, c.ffn, bias=False)
+        self.up = nn.Linear(c.hidden, c.ffn, bias=False)
+        self.down = nn.Linear(c.ffn, c.hidden, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.down(F.silu(self.gate(x)) * self.up(x))
+        return out
+
+
+class Block(nn.Module):
+    """One pre-norm transformer block."""
+
+    def __init__(self, c: LMConfig) -> None:
+        super().__init__()
+        self.attention_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.attention = Attention(c)
+        self.ffn_norm = nn.RMSNorm(c.hidden, eps=c.norm_eps)
+        self.ffn = SwiGLU(c)
+        self.dropout = nn.Dropout(c.dropout)
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class GR00TLM(nn.Module):
+    """The language model; ``forward`` returns the summed loss, so that any split of a batch adds up."""
+
+    def __init__(self, config: LMConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.hidden)
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = nn.RMSNorm(config.hidden, eps=config.norm_eps)
+        self.head = nn.Linear(config.hidden, config.vocab_size, bias=False)
+        self._init_weights()
+
+    def _init_weights(self) -> None:
+        # residual outputs are scaled down so that the variance of the sum does not grow with depth
+        residual_std = self.config.init_std / math.sqrt(2 * self.config.layers)
+        for name, module in self.named_modules():
+            if isinstance(module, (nn.Linear, nn.Embedding)):
+                ends_residual = name.endswith(("attention.out", "ffn.down"))
+                nn.init.normal_(module.weight, std=residual_std if ends_residual else self.config.init_std)
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Next-token logits [B, T, vocab] for tokens int64 [B, T]."""
+        head_dim = self.config.hidden // self.config.heads
+        cos, sin = rope_tables(tokens.shape[1], head_dim, self.config.rope_base, tokens.device)
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x, cos, sin)
+        out: Tensor = self.head(self.norm(x))
+        return out
+
+    def forward(self, tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Loss over next-token predictions.
+
+        Args:
+            tokens: int64 [B, T], padded at the end of each row.
+            lengths: int64 [B], real tokens in each row; 0 for an empty row.
+            loss_mask: bool [B, T]; False where a token is context and not a target.
+
+        Returns:
+            (loss_sum float [], token_count int64 []): cross entropy in nats summed over the predicted
+            positions, and their number.
+        """
+        labels = next_token_labels(tokens, lengths, loss_mask)
+        logits = self.logits(tokens[:, :-1])
+        if logits.dtype in (torch.bfloat16, torch.float16):
+            logits = logits.float()
+        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+        return loss, (labels != IGNORE).sum()
+
+
+def next_token_labels(tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None) -> Tensor:
+    """Labels int64 [B, T-1]: token t+1 at position t, IGNORE past each row's length or outside the mask."""
+    position = torch.arange(1, tokens.shape[1], device=tokens.device)
+    keep = position < lengths[:, None]
+    if loss_mask is not None:
+        keep &= loss_mask[:, 1:].bool()
+    return torch.where(keep, tokens[:, 1:], IGNORE)
+
+
+def build(size: str, vocab_size: int, **args: int | float | bool | str) -> GR00TLM:
+    """Build a named size, with single dimensions overridden by ``args``.
+
+    Raises:
+        ConfigError: unknown size or dimension.
+    """
+    if size not in SIZES:
+        raise ConfigError("model.size", f"no size {size!r}; known: {', '.join(SIZES)}")
+    known = {f.name for f in dataclasses.fields(LMConfig)} - {"vocab_size"}
+    unknown = sorted(set(args) - known)
+    if unknown:
+        raise ConfigError(f"model.args.{unknown[0]}", f"not a dimension; known: {', '.join(sorted(known))}")
+    return GR00TLM(LMConfig(**{"vocab_size": vocab_size, **SIZES[size], **args}))  # type: ignore[arg-type]

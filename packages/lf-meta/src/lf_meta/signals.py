@@ -1,0 +1,61 @@
+"""SIGTERM and SIGINT: the first asks for a checkpoint and an orderly stop, the second ends the process at once.
+
+The signal number arrives through Python's wake-up descriptor and is read by a thread, because a handler runs
+only between two bytecodes of the main thread: while that thread waits inside a collective or a write, a second
+signal would otherwise go unheard.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from types import FrameType, TracebackType
+
+HANDLED = (signal.SIGTERM, signal.SIGINT)
+
+
+def exit_code(signum: int) -> int:
+    """Shell convention: 128 + signal, so 143 for SIGTERM and 130 for SIGINT."""
+    return 128 + signum
+
+
+def _ignore(signum: int, frame: FrameType | None) -> None:
+    """Stands in for a handler: the wake-up descriptor does the work."""
+
+
+class StopSignal:
+    """Records the first stop signal; use as a context manager on the main thread.
+
+    Attributes:
+        signum: the first signal received, or 0.
+    """
+
+    def __init__(self) -> None:
+        self.signum = 0
+        self._read, self._write = socket.socketpair()
+        self._write.setblocking(False)
+
+    def __enter__(self) -> StopSignal:
+        self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
+        self._old = {s: signal.signal(s, _ignore) for s in HANDLED}
+        self._thread = threading.Thread(target=self._watch, name="lf-signals", daemon=True)
+        self._thread.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None) -> None:
+        for signum, handler in self._old.items():
+            signal.signal(signum, handler)
+        signal.set_wakeup_fd(self._old_fd)
+        self._write.close()
+        self._thread.join()
+        self._read.close()
+
+    def _watch(self) -> None:
+        while data := self._read.recv(1):
+            if data[0] not in HANDLED:
+                continue
+            if self.signum:
+                os._exit(exit_code(data[0]))
+            self.signum = data[0]
