@@ -1,0 +1,212 @@
+"""HostPool: fixed slots in one memfd."""
+
+import os
+import threading
+import time
+from typing import Self
+
+import numpy as np
+import numpy.typing as npt
+
+from . import _ladder, _trace
+from ._errors import PoolError, PoolTimeout
+from ._region import PAGE, Region, round_up
+from ._slots import Lease, SlotTable, slot_type
+from ._stats import PoolStats
+
+# While only fenced slots are left nobody signals us; a device event is polled this often.
+_FENCE_POLL_S = 100e-6
+_MAX_POOL = 1 << 46  # bytes; beyond any address space, so a slip in units is caught here
+
+
+class HostPool:
+    """Fixed-size slots in one preallocated memfd, leased in O(1), last freed first.
+
+    Args:
+        slot_bytes: usable bytes of a slot; slots start at multiples of the page size.
+        slots: how many.
+        hugepages: "auto" takes reserved 2 MiB pages if enough are free, else transparent huge pages, else
+            normal pages; "hugetlb", "thp" and "off" ask for one of these and nothing else.
+
+    Raises PoolError if the memory or the asked-for pages cannot be had. Every page is allocated here, so
+    nothing is killed by SIGBUS later. Threads may share a pool. After fork the pool belongs to the parent:
+    `acquire` in the child raises; use `attach(fd, ...)` to read there.
+    """
+
+    def __init__(self, slot_bytes: int, slots: int, hugepages: str = "auto") -> None:
+        if slot_bytes < 1 or slots < 1:
+            raise PoolError(f"slot_bytes={slot_bytes}, slots={slots}: both must be at least 1")
+        stride = round_up(slot_bytes, PAGE)
+        if stride * slots > _MAX_POOL:
+            raise PoolError(f"a pool of {stride * slots} bytes is not possible", needed=stride * slots)
+        backing = _ladder.build(stride * slots, hugepages)
+        tracer = _trace.Tracer() if _trace.enabled() else None
+        self._backing = backing
+        self._table = SlotTable(backing.region, slots, slot_bytes, stride, tracer)
+        self._slot_bytes = slot_bytes
+        self._pid = os.getpid()
+        self._lock = threading.Lock()
+        self._acquires = self._peak = 0
+        self._wait_s = self._fence_wait_s = 0.0
+        self._closed = False
+
+    @property
+    def pages(self) -> str:
+        """ "hugetlb", "thp" or "normal"; `stats().reason` says why."""
+        return self._backing.pages
+
+    @property
+    def slots(self) -> int:
+        """Number of slots."""
+        return self._table.slots
+
+    @property
+    def slot_bytes(self) -> int:
+        """Usable bytes of one slot."""
+        return self._slot_bytes
+
+    @property
+    def fd(self) -> int:
+        """The memfd, owned by the pool; pass it to another process for `attach`, or dup it to keep it."""
+        self._require_open()
+        return self._backing.region.fd
+
+    @property
+    def buffer(self) -> npt.NDArray[np.uint8]:
+        """The whole memory, uint8[size], for registration with a device or a ring; it holds the mapping."""
+        self._require_open()
+        return _whole(self._backing.region)
+
+    def acquire(self, timeout: float | None = None) -> Lease:
+        """Lease a slot, waiting up to `timeout` seconds (None: for ever, 0: not at all).
+
+        Raises PoolTimeout when none came free, PoolError when the pool is closed or was inherited by fork.
+        """
+        self._require_usable()
+        lease = self._table.take(0) or self._wait(timeout)
+        with self._lock:
+            self._acquires += 1
+            self._peak = max(self._peak, self.slots - len(self._table.free))
+        return lease
+
+    def stats(self) -> PoolStats:
+        """A snapshot; see PoolStats for the fields."""
+        table, size = self._table, self._backing.region.size
+        return PoolStats(
+            pages=self.pages,
+            reason=self._backing.reason,
+            slots=self.slots,
+            slot_bytes=self._slot_bytes,
+            live=table.live,
+            fenced=len(table.fenced),
+            free=len(table.free),
+            peak=self._peak,
+            acquires=self._acquires,
+            collected=table.collected,
+            wait_s=self._wait_s,
+            fence_wait_s=self._fence_wait_s,
+            bytes=size,
+            waste_bytes=size - self.slots * self._slot_bytes,
+        )
+
+    def trace(self) -> tuple[_trace.TraceEvent, ...]:
+        """Events recorded in debug mode, oldest first; empty unless LOONGFORGE_DEBUG_MEMORY=1."""
+        return self._table.tracer.events() if self._table.tracer else ()
+
+    def close(self, force: bool = False) -> None:
+        """Wait for fences and give up the memory; PoolError while leases are live, unless `force`.
+
+        Forced or not, memory that an array still shows stays mapped until that array is gone.
+        Closing twice is allowed.
+        """
+        if self._closed:
+            return
+        if self._table.live and not force:
+            raise PoolError(
+                f"slots {self._table.live_indices()} are leased: release them or close(force=True)"
+            )
+        self._table.wait_fences()
+        self._closed = True
+
+    @staticmethod
+    def attach(fd: int, slot_bytes: int) -> "AttachedPool":
+        """Map another process's pool read-only; `fd` is duplicated. PoolError if it is no such memory."""
+        return AttachedPool(fd, slot_bytes)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close(force=exc[0] is not None)
+
+    def _wait(self, timeout: float | None) -> Lease:
+        start = time.monotonic()
+        lease = None
+        while lease is None:
+            self._require_usable()
+            left = None if timeout is None else timeout - (time.monotonic() - start)
+            fenced = self._table.sweep()
+            step = _FENCE_POLL_S if fenced else 0.05  # seconds; wakes to see close() in another thread
+            step = step if left is None else max(0.0, min(step, left))
+            began = time.monotonic()
+            lease = self._table.take(step)
+            if fenced:
+                self._add_wait(0.0, time.monotonic() - began)
+            if lease is None and left is not None and left <= 0:
+                self._add_wait(time.monotonic() - start, 0.0)
+                raise PoolTimeout(f"no slot of {self.slots} came free in {timeout} s; {self._holders()}")
+        self._add_wait(time.monotonic() - start, 0.0)
+        return lease
+
+    def _holders(self) -> str:
+        return f"{self._table.live} leased, {len(self._table.fenced)} fenced"
+
+    def _add_wait(self, wait: float, fence: float) -> None:
+        with self._lock:
+            self._wait_s += wait
+            self._fence_wait_s += fence
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise PoolError("the pool is closed")
+
+    def _require_usable(self) -> None:
+        self._require_open()
+        if os.getpid() != self._pid:
+            raise PoolError(
+                f"this pool belongs to process {self._pid}: after fork make a new HostPool, "
+                "or read its slots with HostPool.attach(pool.fd, pool.slot_bytes)"
+            )
+
+
+class AttachedPool:
+    """Another pool's memory, read-only. Which slots hold what is for the two processes to agree on."""
+
+    def __init__(self, fd: int, slot_bytes: int) -> None:
+        size = os.fstat(fd).st_size
+        stride = round_up(slot_bytes, PAGE)
+        if slot_bytes < 1 or size < stride:
+            raise PoolError(f"descriptor {fd} holds {size} bytes, not even one slot of {slot_bytes}")
+        try:
+            self._region = Region(os.dup(fd), size, writable=False)
+        except OSError as error:
+            raise PoolError(f"descriptor {fd} cannot be mapped: {error.strerror}") from error
+        self._type = slot_type(slot_bytes)
+        self._stride = stride
+        self.slots = size // stride
+
+    def slot(self, index: int) -> npt.NDArray[np.uint8]:
+        """Slot `index` as read-only uint8[slot_bytes]; PoolError if there is no such slot."""
+        if not 0 <= index < self.slots:
+            raise PoolError(f"slot {index} of {self.slots}")
+        buffer = self._type.from_address(self._region.address + index * self._stride)
+        buffer.region = self._region
+        view = np.frombuffer(buffer, np.uint8)
+        view.flags.writeable = False
+        return view
+
+
+def _whole(region: Region) -> npt.NDArray[np.uint8]:
+    buffer = slot_type(region.size).from_address(region.address)
+    buffer.region = region
+    return np.frombuffer(buffer, np.uint8)

@@ -1,0 +1,222 @@
+"""Slots and leases: the life of one buffer between `acquire` and its return to the free list.
+
+A returned slot may come from a weakref callback, which the garbage collector can run in any thread in
+the middle of anything, even of this module's own code. So nothing here takes a lock on the way back: the
+free list is a list (append and pop are atomic) counted by a SimpleQueue, whose `put` is re-entrant.
+"""
+
+import ctypes
+import math
+import queue
+import weakref
+from typing import Any, Protocol, Self, runtime_checkable
+
+import numpy as np
+import numpy.typing as npt
+
+from ._errors import PoolError
+from ._region import Region
+from ._trace import Tracer, call_site, first_write, poison
+
+
+@runtime_checkable
+class Fence(Protocol):
+    """Work on a device that still uses a slot; a CUDA event behind two methods is one."""
+
+    def query(self) -> bool:
+        """True once the work is done; must not block."""
+
+    def wait(self) -> None:
+        """Block the calling thread until the work is done."""
+
+
+def slot_type(slot_bytes: int) -> type[Any]:
+    """A ctypes buffer class: its instances keep the region mapped and can be watched by a weakref."""
+    return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
+
+
+class SlotTable:
+    """Free list, leased slots and fenced slots of one region."""
+
+    def __init__(
+        self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
+    ) -> None:
+        self._region = region
+        self._type = slot_type(slot_bytes)
+        self._stride = stride
+        self.slots = slots
+        self.tracer = tracer
+        self.collected = 0
+        self.free: list[int] = list(range(slots - 1, -1, -1))
+        self.fenced: dict[int, list[Fence]] = {}
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._watch: dict[int, weakref.ref[Any]] = {}
+        for index in range(slots):
+            if tracer is not None:
+                poison(self._view(index))
+            self._tokens.put(None)
+
+    def take(self, timeout: float | None) -> "Lease | None":
+        """The most recently freed slot as a lease; None if none is free within `timeout` seconds."""
+        try:
+            self._tokens.get(timeout is None or timeout > 0, timeout)
+        except queue.Empty:
+            return None
+        index = self.free.pop()
+        if self.tracer is not None:
+            self._check_poison(index)
+            self.tracer.note("acquire", index)
+        buffer = self._buffer(index)
+        held = [index]
+        fences: list[Fence] = []
+        self._watch[index] = weakref.ref(buffer, lambda _: self._collect(held, fences))
+        return Lease(self, index, buffer, held, fences)
+
+    def give_back(self, index: int, fences: list[Fence]) -> None:
+        """Return a slot: to the free list, or to the fenced ones while a fence is pending."""
+        self._watch.pop(index, None)
+        if fences:
+            self.fenced[index] = fences
+        else:
+            self._free(index)
+
+    def sweep(self) -> int:
+        """Free every fenced slot whose fences have passed; returns how many are still fenced."""
+        for index, fences in list(self.fenced.items()):
+            # pop() decides between two threads that sweep at the same time
+            if all(fence.query() for fence in fences) and self.fenced.pop(index, None) is not None:
+                self._free(index)
+        return len(self.fenced)
+
+    def wait_fences(self) -> None:
+        """Block until no slot is fenced."""
+        for fences in list(self.fenced.values()):
+            for fence in fences:
+                fence.wait()
+        self.sweep()
+
+    @property
+    def live(self) -> int:
+        """Slots leased now."""
+        return len(self._watch)
+
+    def live_indices(self) -> list[int]:
+        """Indices of the slots leased now, ascending."""
+        return sorted(self._watch)
+
+    def _free(self, index: int) -> None:
+        if self.tracer is not None:
+            poison(self._view(index))
+        self.free.append(index)
+        self._tokens.put(None)
+
+    def _collect(self, held: list[int], fences: list[Fence]) -> None:
+        try:
+            index = held.pop()
+        except IndexError:
+            return  # released before it became garbage
+        self.collected += 1
+        if self.tracer is not None:
+            self.tracer.note("collect", index)
+        self.give_back(index, fences)
+
+    def _buffer(self, index: int) -> Any:
+        buffer = self._type.from_address(self._region.address + index * self._stride)
+        buffer.region = self._region
+        return buffer
+
+    def _view(self, index: int) -> npt.NDArray[np.uint8]:
+        return np.frombuffer(self._buffer(index), np.uint8)
+
+    def _check_poison(self, index: int) -> None:
+        offset = first_write(self._view(index))
+        if offset is not None and self.tracer is not None:
+            self.free.append(index)
+            self._tokens.put(None)
+            site = self.tracer.last_site("release", index)
+            raise PoolError(f"slot {index} was written at byte {offset} after its release at {site}")
+
+
+class Lease:
+    """One slot, yours until `release`, or until the lease and every view of it are garbage.
+
+    Also a context manager that releases on exit. Views taken before the release stay mapped for ever, but
+    after it their bytes belong to the next holder.
+    """
+
+    __slots__ = ("_array", "_buffer", "_fences", "_held", "_table", "index")
+
+    def __init__(
+        self, table: SlotTable, index: int, buffer: Any, held: list[int], fences: list[Fence]
+    ) -> None:
+        self.index = index
+        self._table = table
+        self._buffer = buffer
+        self._held = held
+        self._fences = fences
+        self._array: npt.NDArray[np.uint8] | None = None
+
+    @property
+    def array(self) -> npt.NDArray[np.uint8]:
+        """The slot as writable uint8[slot_bytes]; its content is whatever the last holder left.
+
+        Raises PoolError after `release`.
+        """
+        if self._array is None:
+            self._array = self.view((len(self._live_buffer()),), np.uint8)
+        return self._array
+
+    @property
+    def released(self) -> bool:
+        """Whether the slot went back."""
+        return not self._held
+
+    def view(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
+        """The bytes from `offset` on as an array; the slot stays leased while the array lives.
+
+        Raises PoolError after `release`, or if the array would reach past the slot.
+        """
+        buffer = self._live_buffer()
+        try:
+            return np.ndarray(shape, dtype, buffer, offset)
+        except TypeError:
+            need = offset + math.prod(shape) * np.dtype(dtype).itemsize
+            raise PoolError(f"a view of {need} bytes does not fit a slot of {len(buffer)}") from None
+
+    def fence(self, fence: Fence) -> None:
+        """Keep the slot out of the free list after `release` until `fence.query()` is true."""
+        if not isinstance(fence, Fence):
+            raise PoolError(f"a fence needs query() and wait(); {type(fence).__name__} has not both")
+        self._live_buffer()
+        self._fences.append(fence)
+
+    def release(self) -> None:
+        """Give the slot back; PoolError if that was done before."""
+        try:
+            index = self._held.pop()
+        except IndexError:
+            raise PoolError(self._released_text("released twice")) from None
+        if self._table.tracer is not None:
+            self._table.tracer.note("release", index)
+        self._array = self._buffer = None
+        self._table.give_back(index, self._fences)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        if self._held:
+            self.release()
+
+    def _live_buffer(self) -> Any:
+        buffer = self._buffer
+        if buffer is None:
+            raise PoolError(self._released_text("used after its release"))
+        return buffer
+
+    def _released_text(self, what: str) -> str:
+        tracer = self._table.tracer
+        if tracer is None:
+            return f"slot {self.index}: lease {what}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released"
+        first = tracer.last_site("release", self.index)
+        return f"slot {self.index}: lease {what}, at {call_site()}; released at {first}"
