@@ -1,0 +1,309 @@
+"""Writer: validates records, gathers them into blocks, leaves a complete file or none."""
+
+from __future__ import annotations
+
+import os
+import uuid as uuid_module
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from lf_format import _layout as lay
+from lf_format._atomic import AtomicFile
+from lf_format._codecs import CODEC_IDS, encode
+from lf_format._errors import FormatError, InputError
+from lf_format._index import Index
+from lf_format._records import check_mask, check_tokens, pack_bits, record_hash
+from lf_format._schema import Schema, TokenizerInfo
+
+DEFAULT_BLOCK_BYTES = 131_072
+
+
+@dataclass(frozen=True)
+class WriteReport:
+    """What a finished file holds: counts, size in bytes, where it is, and its fingerprint (16 hex digits)."""
+
+    path: str
+    records: int
+    tokens: int
+    bytes: int
+    fingerprint: str
+
+
+class _Pending:
+    """Records of one bucket that wait for their block."""
+
+    def __init__(self) -> None:
+        self.planes: list[list[bytes]] = []
+        self.lengths: list[int] = []
+        self.flags: list[int] = []
+        self.max_id = 0
+        self.nbytes = 0
+
+    def add(self, parts: list[bytes], length: int, flags: int, max_id: int) -> None:
+        self.planes = self.planes or [[] for _ in parts]
+        for plane, part in zip(self.planes, parts, strict=True):
+            plane.append(part)
+            self.nbytes += len(part)
+        self.lengths.append(length)
+        self.flags.append(flags)
+        self.max_id = max(self.max_id, max_id)
+
+    def payload(self) -> bytes:
+        out = bytearray()
+        for plane in self.planes:
+            out.extend(bytes(lay.align(len(out), lay.BLOCK_ALIGN) - len(out)))
+            out.extend(b"".join(plane))
+        return bytes(out)
+
+    def hashes(self) -> list[int]:
+        return [record_hash(parts) for parts in zip(*self.planes, strict=True)]
+
+
+class _IndexRows:
+    """Columns of the index while they grow."""
+
+    def __init__(self) -> None:
+        # bytearrays of fixed-width integers: 9 bytes a record instead of Python objects.
+        self.lengths, self.hashes, self.flags = bytearray(), bytearray(), bytearray()
+        self.blocks: list[tuple[int, ...]] = []
+        self.records = 0
+
+    def add(self, pending: _Pending, block: tuple[int, ...]) -> None:
+        self.lengths += np.array(pending.lengths, "<u4").tobytes()
+        self.hashes += np.array(pending.hashes(), "<u4").tobytes()
+        self.flags += bytes(pending.flags)
+        self.blocks.append(block)
+        self.records += len(pending.lengths)
+
+    def index(self) -> Index:
+        blocks = zip(*self.blocks, strict=True) if self.blocks else [()] * 8
+        columns = [np.array(column, np.uint64) for column in blocks]
+        return Index(
+            np.frombuffer(self.lengths, "<u4"),
+            np.frombuffer(self.hashes, "<u4"),
+            np.frombuffer(self.flags, "u1"),
+            *columns,
+        )
+
+
+class Writer:
+    """Writes one .loongbin file; a context manager. Not for use by several threads at once.
+
+    Args:
+        path: final name. Until `close` the data lie under a temporary name in the same directory.
+        vocab_size: ids are 0..vocab_size-1; decides the stored width (uint8, uint16 or uint32).
+        tokenizer: which tokenizer made the ids.
+        buckets: increasing lengths in tokens; a record goes to the first bucket that holds it.
+        loss_mask: store one bit per token.
+        codec: "raw" (fixed offsets, read without decoding) or "zstd".
+        block_bytes: decoded size at which a block is closed; 64-256 KiB is sensible.
+        zstd_level: for codec "zstd".
+        uuid: 16 bytes; derived from the content when None, so that equal input gives equal bytes.
+
+    Raises:
+        FormatError: for arguments out of range.
+        OSError: when the directory cannot be written.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        *,
+        vocab_size: int,
+        tokenizer: TokenizerInfo,
+        buckets: Sequence[int],
+        loss_mask: bool = False,
+        codec: str = "raw",
+        block_bytes: int = DEFAULT_BLOCK_BYTES,
+        zstd_level: int = 3,
+        uuid: bytes | None = None,
+        _base_offset: int | None = None,
+    ) -> None:
+        if codec not in CODEC_IDS:
+            raise FormatError("codec", expected=" or ".join(CODEC_IDS), found=codec)
+        if not 1 <= block_bytes <= lay.MAX_BLOCK_BYTES:
+            raise FormatError("block_bytes", expected=f"1..{lay.MAX_BLOCK_BYTES}", found=block_bytes)
+        if uuid is not None and len(uuid) != 16:
+            raise FormatError("uuid", expected="16 bytes", found=len(uuid))
+        self._schema = Schema.of(vocab_size, tuple(int(e) for e in buckets), loss_mask)
+        self._schema_json = self._schema.to_json()
+        self._header = self._make_header(vocab_size, tokenizer)
+        self._header.pack()  # refuses names that do not fit, before any file exists
+        self._codec, self._level, self._block_bytes, self._uuid = (
+            CODEC_IDS[codec],
+            zstd_level,
+            block_bytes,
+            uuid,
+        )
+        self._edges = np.array(self._schema.buckets)
+        self._pending: dict[int, _Pending] = {}
+        self._rows = _IndexRows()
+        self._documents = 0
+        self._report: WriteReport | None = None
+        self._sealed = self._failed = False
+        # Tests move the blocks beyond 2**31 and 2**32; the gap is a hole that reads as zero padding.
+        self._at = self._header.data_offset if _base_offset is None else _base_offset
+        self._file = AtomicFile(Path(path))
+
+    def _make_header(self, vocab_size: int, tokenizer: TokenizerInfo) -> lay.Header:
+        size = len(self._schema_json)
+        data = lay.align(lay.HEADER_SIZE + size, lay.SECTION_ALIGN)
+        schema_hash = lay.xxh3(self._schema_json)
+        return lay.Header(
+            bytes(16),
+            vocab_size,
+            lay.HEADER_SIZE,
+            size,
+            schema_hash,
+            data,
+            tokenizer.name,
+            tokenizer.hash,
+            _creator(),
+        )
+
+    def append(
+        self,
+        tokens: object,
+        loss_mask: object = None,
+        document_start: bool = True,
+        document_end: bool = True,
+    ) -> None:
+        """Adds one record; its id is assigned when its block is written.
+
+        Args:
+            tokens: integers, shape [n], 1 <= n <= buckets[-1], each in 0..vocab_size-1.
+            loss_mask: booleans or 0/1, shape [n]; None = all true. Refused when the file has no such field.
+            document_start, document_end: False where a longer document was split.
+
+        Raises:
+            InputError: naming document (counted by document_start) and position; nothing is written then.
+            OSError: when the disk refuses; the temporary file is removed.
+        """
+        self._check_open()
+        document = self._documents if document_start else max(self._documents - 1, 0)
+        ids = check_tokens(
+            tokens, self._header.vocab_size, self._schema.buckets[-1], self._schema.numpy_dtype, document
+        )
+        parts = [ids.tobytes()]
+        if len(self._schema.fields) == 2:
+            parts.append(pack_bits(check_mask(loss_mask, len(ids), document)))
+        elif loss_mask is not None:
+            raise InputError(
+                "this file has no loss mask; open the Writer with loss_mask=True", document=document
+            )
+        self._documents += bool(document_start)
+        bucket = int(np.searchsorted(self._edges, len(ids)))
+        pending = self._pending.setdefault(bucket, _Pending())
+        pending.add(parts, len(ids), bool(document_start) | bool(document_end) << 1, int(ids.max()))
+        if pending.nbytes >= self._block_bytes:
+            self._flush(bucket)
+
+    def close(self) -> WriteReport:
+        """Finishes the file and gives it its final name; the same report again when called twice."""
+        if self._report is None:
+            self.seal()
+            self.publish()
+        assert self._report is not None
+        return self._report
+
+    def seal(self) -> None:
+        """First half of `close`: everything written and durable, still under the temporary name."""
+        self._check_open()
+        for bucket in sorted(self._pending):
+            self._flush(bucket)
+        self._guarded(self._finish)
+        self._sealed = True
+
+    def publish(self) -> None:
+        """Second half of `close`: the rename."""
+        self._guarded(self._file.publish)
+        self._report = self._sealed_report
+
+    def abort(self) -> None:
+        """Removes the temporary file; the writer is of no use afterwards. No effect after `close`."""
+        if self._report is None:
+            self._failed = True
+            self._file.discard()
+
+    def _check_open(self) -> None:
+        if self._failed or self._sealed:
+            raise FormatError("the writer is closed", path=self._file.path)
+
+    def _guarded(self, action: Any, *args: Any) -> None:
+        try:
+            action(*args)
+        except BaseException:
+            self.abort()
+            raise
+
+    def _flush(self, bucket: int) -> None:
+        self._guarded(self._write_block, bucket, self._pending.pop(bucket))
+
+    def _write_block(self, bucket: int, pending: _Pending) -> None:
+        payload = pending.payload()
+        if len(payload) > lay.MAX_BLOCK_BYTES:
+            raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=len(payload))
+        codec, stored = encode(payload, self._codec, self._level)
+        digest, count = lay.xxh3(stored), len(pending.lengths)
+        head = lay.BlockHeader(bucket, codec, 0, count, self._rows.records, len(payload), len(stored), digest)
+        offset = self._at
+        self._file.write_at(head.pack() + stored, offset)
+        self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + len(stored), lay.BLOCK_ALIGN)
+        self._rows.add(
+            pending, (offset, count, bucket, codec, len(payload), len(stored), digest, pending.max_id)
+        )
+
+    def _finish(self) -> None:
+        index = self._rows.index()
+        packed = index.pack()
+        digest = lay.xxh3(packed)
+        hashes = index.block_hash.astype("<u8").tobytes()
+        identity = self._header.pack()
+        derived = xxhash.xxh3_128_digest(identity[lay.IDENTITY] + hashes + digest.to_bytes(8, "little"))
+        header = self._header._replace(uuid=self._uuid or _uuid8(derived)).pack()
+        index_at = lay.align(self._at, lay.SECTION_ALIGN)
+        trailer_at = lay.align(index_at + len(packed), lay.BLOCK_ALIGN)
+        tokens = int(index.lengths.sum(dtype=np.int64))
+        root = lay.root_hash(header, hashes, digest)
+        counts = (self._rows.records, tokens, len(self._rows.blocks))
+        trailer = lay.Trailer(index_at, len(packed), digest, *counts, trailer_at, 0, root)
+        self._file.write_at(packed, index_at)
+        self._file.write_at(trailer.pack(), trailer_at)
+        self._file.write_at(self._schema_json, lay.HEADER_SIZE)
+        self._file.write_at(header, 0)
+        self._file.seal()
+        size = trailer_at + lay.TRAILER_SIZE
+        self._sealed_report = WriteReport(
+            str(self._file.path), self._rows.records, tokens, size, f"{root:016x}"
+        )
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is not None:
+            self.abort()
+        elif not self._failed:
+            self.close()
+
+
+def _creator() -> str:
+    try:
+        return f"lf-format {version('lf-format')}"
+    except PackageNotFoundError:
+        return "lf-format"
+
+
+def _uuid8(digest: bytes) -> bytes:
+    """RFC 9562 version 8: an identifier made from the content."""
+    value = int.from_bytes(digest, "big") & ~(0xF << 76) & ~(0x3 << 62) | 0x8 << 76 | 0x2 << 62
+    return uuid_module.UUID(int=value).bytes
