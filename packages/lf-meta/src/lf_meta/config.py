@@ -31,7 +31,9 @@ class RunSection(Section):
     name: str | None = Field(None, description="folder under run.dir; default: model-size-NNN, never reused")
     dir: str = Field("runs", description="folder that holds all runs")
     seed: NonNegativeInt = Field(0, description="one seed for initial weights, sample order and dropout")
-    steps: PositiveInt = Field(300, description="optimizer steps; also the length of the learning-rate schedule")
+    steps: PositiveInt = Field(
+        300, description="optimizer steps; also the length of the learning-rate schedule"
+    )
 
 
 class ModelSection(Section):
@@ -48,9 +50,13 @@ class ModelSection(Section):
 class DataSection(Section):
     """Training text and how it is cut into records."""
 
-    path: str | None = Field(None, description="text, .jsonl, .npz or .loongbin; default: Python's own reference")
+    path: str | None = Field(
+        None, description="text, .jsonl, .npz or .loongbin; default: Python's own reference"
+    )
     tokenizer: str = Field("bytes", description="'bytes' or the path of a tokenizer.json")
-    max_len: Annotated[int, Field(ge=2)] = Field(128, description="longest record in tokens; longer texts are split")
+    max_len: Annotated[int, Field(ge=2)] = Field(
+        128, description="longest record in tokens; longer texts are split"
+    )
     eval_fraction: Fraction = Field(0.05, description="share of the documents held out for eval")
     workers: PositiveInt = Field(1, description="processes that tokenize")
 
@@ -84,16 +90,24 @@ class DeviceSection(Section):
     """Where it runs and in which precision."""
 
     type: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
-    precision: Literal["auto", "fp32", "bf16"] = Field("auto", description="auto: bf16 autocast where supported on cuda")
+    precision: Literal["auto", "fp32", "bf16"] = Field(
+        "auto", description="auto: bf16 autocast where supported on cuda"
+    )
     threads: NonNegativeInt = Field(0, description="CPU threads of torch per rank; 0 leaves torch's choice")
 
 
 class LoaderSection(Section):
     """Which loader feeds the loop; both deliver the same batches."""
 
-    backend: Literal["iouring", "torch"] = Field("iouring", description="lf-iouring, or torch's own DataLoader")
-    engine: Literal["auto", "io_uring", "pread", "python"] = Field("auto", description="lf-iouring's read engine")
-    threads: NonNegativeInt = Field(0, description="engine threads or torch workers; 0: automatic / in-process")
+    backend: Literal["iouring", "torch"] = Field(
+        "iouring", description="lf-iouring, or torch's own DataLoader"
+    )
+    engine: Literal["auto", "io_uring", "pread", "python"] = Field(
+        "auto", description="lf-iouring's read engine"
+    )
+    threads: NonNegativeInt = Field(
+        0, description="engine threads or torch workers; 0: automatic / in-process"
+    )
     prefetch: PositiveInt = Field(4, description="batches read ahead")
 
 
@@ -105,7 +119,9 @@ class CkptSection(Section):
     keep: PositiveInt = Field(3, description="newest checkpoints kept")
     full_every: NonNegativeInt = Field(8, description="lf: deltas before a new full save")
     dir: str | None = Field(None, description="default: RUN/ckpt")
-    on_error: Literal["raise", "warn"] = Field("raise", description="stop, or log and go on, when a save fails")
+    on_error: Literal["raise", "warn"] = Field(
+        "raise", description="stop, or log and go on, when a save fails"
+    )
 
 
 class EvalSection(Section):
@@ -146,7 +162,9 @@ class Config(Section):
     @model_validator(mode="after")
     def _divisible(self) -> Config:
         if self.batch.size % self.batch.accum:
-            raise ValueError(f"batch.size {self.batch.size} is not a multiple of batch.accum {self.batch.accum}")
+            raise ValueError(
+                f"batch.size {self.batch.size} is not a multiple of batch.accum {self.batch.accum}"
+            )
         return self
 
     def to_dict(self) -> dict[str, Any]:

@@ -152,6 +152,6 @@ def build(model: type[M], path: str | None, overrides: Overrides) -> M:
 
 def origins_of(model: type[BaseModel], path: str | None, overrides: Overrides) -> dict[str, tuple[Any, str]]:
     """Dotted key to (value, origin) for every setting of the resolved configuration."""
-    flat, origin = _merge(model, path, overrides)
+    _, origin = _merge(model, path, overrides)
     resolved = build(model, path, overrides).model_dump(mode="json")
     return {k: (v, origin.get(k, "default")) for k, v in flatten(resolved).items()}

@@ -21,7 +21,9 @@ def _find(name: str) -> Builder:
         return _BUILDERS[name]
     module, sep, attribute = name.partition(":")
     if not sep:
-        raise ConfigError("model.name", f"no model {name!r}; known: {', '.join(_BUILDERS)}, or module:callable")
+        raise ConfigError(
+            "model.name", f"no model {name!r}; known: {', '.join(_BUILDERS)}, or module:callable"
+        )
     try:
         found = getattr(importlib.import_module(module), attribute)
     except (ImportError, AttributeError) as e:
@@ -31,7 +33,9 @@ def _find(name: str) -> Builder:
     return found  # type: ignore[no-any-return]
 
 
-def build_model(name: str, size: str, vocab_size: int, args: Mapping[str, int | float | bool | str]) -> nn.Module:
+def build_model(
+    name: str, size: str, vocab_size: int, args: Mapping[str, int | float | bool | str]
+) -> nn.Module:
     """Build ``name`` at ``size``; its forward takes (tokens int64 [B, T], lengths int64 [B]) and
     returns (loss_sum float [], token_count int64 []).
 

@@ -36,7 +36,9 @@ class LMConfig:
 
     def __post_init__(self) -> None:
         if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ConfigError("model.args.heads", f"hidden {self.hidden} needs an even width in each of {self.heads} heads")
+            raise ConfigError(
+                "model.args.heads", f"hidden {self.hidden} needs an even width in each of {self.heads} heads"
+            )
         if not 0 <= self.dropout < 1:
             raise ConfigError("model.args.dropout", f"must be in [0, 1), not {self.dropout}")
 
@@ -77,7 +79,9 @@ class Attention(nn.Module):
         b, t, d = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=p)
+        y = F.scaled_dot_product_attention(
+            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=p
+        )
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, d))
         return out
 
@@ -142,7 +146,9 @@ class GR00TLM(nn.Module):
         out: Tensor = self.head(self.norm(x))
         return out
 
-    def forward(self, tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(
+        self, tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Loss over next-token predictions.
 
         Args:

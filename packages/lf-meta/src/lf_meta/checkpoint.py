@@ -1,0 +1,159 @@
+"""Saving and restoring a run, through lf-ckpt or through torch.save; both keep the same state.
+
+State: parameters and optimizer moments by parameter name, generator states, and items (step, tokens seen,
+loader position, configuration). Learning rate, sample order and per-step seeds are functions of the step and
+need no state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+import lf_ckpt
+from lf_meta.config import CkptSection
+from lf_meta.errors import RunError
+
+log = logging.getLogger(__name__)
+Items = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Restored:
+    """What a load found."""
+
+    step: int
+    tensors: Mapping[str, Tensor]
+    items: Items
+    notes: tuple[str, ...] = ()
+
+
+class Checkpointer(Protocol):
+    """A place for checkpoints; only rank 0 saves, every rank loads."""
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], items: Items) -> None: ...
+
+    def load(self, step: int | None) -> Restored: ...
+
+    def wait(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LfCheckpointer:
+    """lf-ckpt: asynchronous, checked, incremental."""
+
+    def __init__(self, path: Path, section: CkptSection, read_only: bool = False) -> None:
+        self._store = lf_ckpt.open(
+            path,
+            keep=[lf_ckpt.Last(section.keep)],
+            on_error=section.on_error,
+            full_every=section.full_every,
+            read_only=read_only,
+        )
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], items: Items) -> None:
+        self._store.save(step, tensors, items)
+
+    def load(self, step: int | None) -> Restored:
+        loaded = self._store.load(step="latest" if step is None else step)
+        notes = tuple(f"step {s} was skipped: {why}" for s, why in loaded.report.fallbacks)
+        return Restored(loaded.step, loaded.tensors, dict(loaded.items), notes)
+
+    def wait(self) -> None:
+        self._store.wait()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class TorchCheckpointer:
+    """The plain twin: torch.save, made atomic by a temporary name, fsync and rename; blocks while it writes."""
+
+    def __init__(self, path: Path, section: CkptSection, read_only: bool = False) -> None:
+        self._path, self._section = path, section
+        if not read_only:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def _steps(self) -> list[int]:
+        return sorted(int(p.stem.removeprefix("step-")) for p in self._path.glob("step-*.pt"))
+
+    def _file(self, step: int) -> Path:
+        return self._path / f"step-{step:09d}.pt"
+
+    def save(self, step: int, tensors: Mapping[str, Tensor], items: Items) -> None:
+        temporary = self._path / f".step-{step}.tmp"
+        try:
+            with temporary.open("wb") as f:
+                torch.save({"tensors": dict(tensors), "items": json.dumps(items)}, f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.replace(temporary, self._file(step))
+        except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
+            temporary.unlink(missing_ok=True)
+            if self._section.on_error == "raise":
+                raise
+            log.warning("checkpoint of step %d failed: %s; training goes on", step, e)
+            return
+        for old in self._steps()[: -self._section.keep]:
+            self._file(old).unlink()
+
+    def load(self, step: int | None) -> Restored:
+        steps = self._steps()
+        chosen = steps[-1] if step is None and steps else step
+        if chosen is None or chosen not in steps:
+            raise RunError(
+                f"{self._path}: no checkpoint{'' if step is None else f' of step {step}'}; has {steps}"
+            )
+        data = torch.load(self._file(chosen), map_location="cpu", weights_only=True)
+        return Restored(chosen, data["tensors"], json.loads(data["items"]))
+
+    def wait(self) -> None:
+        """Nothing is ever under way."""
+
+    def close(self) -> None:
+        """Nothing is held open."""
+
+
+def open_checkpointer(run: Path, section: CkptSection, read_only: bool = False) -> Checkpointer:
+    """The store of a run, chosen by ``ckpt.backend``."""
+    path = Path(section.dir) if section.dir else run / "ckpt"
+    kind = LfCheckpointer if section.backend == "lf" else TorchCheckpointer
+    return kind(path, section, read_only)
+
+
+def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Items]:
+    """Everything a resume needs of model, optimizer and generators: (tensors, items)."""
+    tensors, items = lf_ckpt.collect(model, optimizer)
+    rng_tensors, rng_items = lf_ckpt.rng_state()
+    return {**tensors, **rng_tensors}, {**items, **rng_items}
+
+
+def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, restored: Restored) -> None:
+    """Inverse of :func:`collect_state`, in place."""
+    lf_ckpt.restore(model, optimizer, restored)
+    lf_ckpt.set_rng_state(restored)
+
+
+def digest(restored: Restored) -> str:
+    """sha256 over names, dtypes, shapes and bytes of all tensors, and over all items of a checkpoint.
+
+    Two runs with equal digests have the same weights, moments, generator states and data position, bit for bit.
+    """
+    h = hashlib.sha256()
+    for name in sorted(restored.tensors):
+        t = restored.tensors[name].detach().cpu().contiguous()
+        h.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
+        h.update(t.view(-1).view(torch.uint8).numpy() if t.numel() else b"")
+    comparable = {k: v for k, v in restored.items.items() if k != "config"}
+    h.update(json.dumps(comparable, sort_keys=True).encode())
+    return h.hexdigest()

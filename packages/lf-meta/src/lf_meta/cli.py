@@ -1,0 +1,200 @@
+"""``loongforge``: train, resume, eval, infer, digest, config.
+
+Exit codes: 0 done, 1 failed while running, 2 wrong usage, configuration or data, 128 + signal after a signal
+(143 for SIGTERM, 130 for SIGINT) with the interrupted step saved. A second signal ends the process at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+from collections.abc import Callable, Sequence
+
+import lf_meta
+from lf_meta.errors import MetaError
+from lf_meta.launch import Launch, report_exit
+from lf_meta.signals import StopSignal, exit_code
+
+Command = Callable[[argparse.Namespace], int]
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        "loongforge", description="Train GR00T-class models and resume them bit for bit."
+    )
+    parser.add_argument("--version", action="version", version=f"loongforge {lf_meta.__version__}")
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    _add_train(commands)
+    _add_resume(commands)
+    _add_eval(commands)
+    _add_infer(commands)
+    _add_digest(commands)
+    _add_config(commands)
+    return parser
+
+
+Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
+
+
+def _add_launch(p: argparse.ArgumentParser) -> None:
+    p.add_argument("--nproc", type=int, default=1, help="ranks on this machine (default 1)")
+    p.add_argument("--nnodes", default="1", help="machines, as for torchrun (default 1)")
+    p.add_argument("--node-rank", type=int, help="number of this machine")
+    p.add_argument("--rdzv-endpoint", help="HOST:PORT of the rendezvous when nnodes > 1")
+
+
+def _add_overrides(p: argparse.ArgumentParser) -> None:
+    p.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. optim.lr=1e-3")
+
+
+def _add_train(commands: Commands) -> None:
+    p = commands.add_parser("train", help="start a run; without arguments: the built-in job on real text")
+    p.add_argument(
+        "arguments", nargs="*", metavar="[CONFIG.yaml] KEY=VALUE", help="a YAML file and/or settings"
+    )
+    _add_launch(p)
+    p.set_defaults(handler=_train)
+
+
+def _add_resume(commands: Commands) -> None:
+    p = commands.add_parser("resume", help="continue a run from its newest good checkpoint")
+    p.add_argument("run", help="folder of the run")
+    _add_overrides(p)
+    _add_launch(p)
+    p.set_defaults(handler=_resume)
+
+
+def _add_eval(commands: Commands) -> None:
+    p = commands.add_parser("eval", help="loss of a run's newest checkpoint on its eval split")
+    p.add_argument("run", help="folder of the run")
+    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    _add_overrides(p)
+    p.set_defaults(handler=_eval)
+
+
+def _add_infer(commands: Commands) -> None:
+    p = commands.add_parser("infer", help="generate text from a run's newest checkpoint")
+    p.add_argument("run", help="folder of the run")
+    p.add_argument("--prompt", default="The ", help="text to continue")
+    p.add_argument("--tokens", type=int, default=200, help="tokens to generate")
+    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
+    p.add_argument("--top-k", type=int, default=40, help="draw from the k most likely tokens; 0: all")
+    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    p.set_defaults(handler=_infer)
+
+
+def _add_digest(commands: Commands) -> None:
+    p = commands.add_parser(
+        "digest", help="sha256 over a checkpoint's weights, optimizer, generators and position"
+    )
+    p.add_argument("run", help="folder of the run")
+    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    p.set_defaults(handler=_digest)
+
+
+def _add_config(commands: Commands) -> None:
+    p = commands.add_parser("config", help="show every setting with its origin, or the schema")
+    p.add_argument("action", choices=["show", "schema"])
+    p.add_argument("arguments", nargs="*", metavar="[CONFIG.yaml] KEY=VALUE")
+    p.set_defaults(handler=_config)
+
+
+def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
+    """A leading word without '=' is the YAML file."""
+    if arguments and "=" not in arguments[0]:
+        return arguments[0], list(arguments[1:])
+    return None, list(arguments)
+
+
+def _launched(args: argparse.Namespace) -> int | None:
+    """Start the ranks if this process is to be their launcher; None if it is to do the work itself."""
+    from lf_meta import launch
+
+    if args.nproc < 1:
+        raise MetaError(f"--nproc {args.nproc}: at least one rank is needed")
+    wanted = Launch(args.nproc, args.nnodes, args.node_rank, args.rdzv_endpoint)
+    return launch.run(wanted, sys.argv[1:]) if wanted.needed else None
+
+
+def _train(args: argparse.Namespace) -> int:
+    from lf_meta.config import load_config
+
+    path, overrides = _split(args.arguments)
+    config = load_config(path, overrides)
+    if (code := _launched(args)) is not None:
+        return code
+    with StopSignal() as signal:
+        from lf_meta.jobs import start_run
+
+        return _ended(start_run(config, signal))
+
+
+def _resume(args: argparse.Namespace) -> int:
+    from lf_meta import rundir
+
+    run = rundir.find(args.run)
+    config = rundir.read_config(run, args.overrides)
+    if (code := _launched(args)) is not None:
+        return code
+    with StopSignal() as signal:
+        from lf_meta.jobs import resume_run
+
+        return _ended(resume_run(config, run, signal))
+
+
+def _ended(signum: int) -> int:
+    return exit_code(signum) if signum else 0
+
+
+def _eval(args: argparse.Namespace) -> int:
+    from lf_meta.jobs import evaluate_run
+
+    print(evaluate_run(args.run, args.step, args.overrides))
+    return 0
+
+
+def _infer(args: argparse.Namespace) -> int:
+    from lf_meta.infer import Sampling
+    from lf_meta.jobs import generate_text
+
+    sampling = Sampling(args.tokens, args.temperature, args.top_k, args.seed)
+    print(args.prompt + generate_text(args.run, args.prompt, sampling, args.step))
+    return 0
+
+
+def _digest(args: argparse.Namespace) -> int:
+    from lf_meta.jobs import run_digest
+
+    step, value = run_digest(args.run, args.step)
+    print(f"{value}  step {step}")
+    return 0
+
+
+def _config(args: argparse.Namespace) -> int:
+    from lf_meta.config import Config, config_origins
+
+    if args.action == "schema":
+        print(json.dumps(Config.model_json_schema(), indent=2))
+        return 0
+    for key, (value, origin) in config_origins(*_split(args.arguments)).items():
+        print(f"{key} = {json.dumps(value)}  # {origin}")
+    return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Entry point of the ``loongforge`` command."""
+    args = _parser().parse_args(arguments)
+    try:
+        code = args.handler(args)
+    except MetaError as e:
+        rank = os.environ.get("RANK")
+        print(f"loongforge: error: {e}" if rank is None else f"[rank {rank}] error: {e}", file=sys.stderr)
+        code = e.exit_code
+    return report_exit(code)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

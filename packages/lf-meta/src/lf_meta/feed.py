@@ -1,0 +1,72 @@
+"""Batches for the loop, from lf-iouring or from torch's own DataLoader; both follow the same plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+import lf_format as lff
+import lf_iouring as lfi
+from lf_meta.config import LoaderSection
+from lf_meta.dist import World
+from lf_meta.optim import MicroBatch
+
+
+class Feed(Protocol):
+    """What the loop needs of a loader."""
+
+    def __iter__(self) -> Iterator[lfi.Batch]: ...
+
+    def state_dict(self) -> dict[str, Any]: ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None: ...
+
+    def info(self) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True)
+class Order:
+    """Which records come when: equal orders give equal batches from every loader and rank count."""
+
+    global_batch: int
+    seed: int = 0
+    shuffle: bool = True
+    epochs: int | None = None
+
+
+def make_feed(dataset: lff.Dataset, section: LoaderSection, order: Order, world: World) -> Feed:
+    """The feed chosen by ``loader.backend``, cut to this rank's rows."""
+    if section.backend == "torch":
+        from lf_meta.feed_torch import TorchFeed
+
+        return TorchFeed(dataset, section, order, world)
+    return lfi.LoongDataLoader(
+        dataset,
+        global_batch=order.global_batch,
+        seed=order.seed,
+        shuffle=order.shuffle,
+        epochs=order.epochs,
+        rank=world.rank,
+        world_size=world.size,
+        engine=section.engine,
+        num_workers=section.threads,
+        prefetch_factor=section.prefetch,
+    )
+
+
+def to_micro_batches(batch: lfi.Batch, accum: int, device: torch.device) -> list[MicroBatch]:
+    """Copy a batch to the device and cut its rows into ``accum`` micro-batches.
+
+    Tokens travel in their stored width (1, 2 or 4 bytes) and become int64 on the device.
+    """
+    tokens = batch.tokens.to(device, non_blocking=True).to(torch.int64)
+    lengths = torch.as_tensor(batch.lengths).to(device, non_blocking=True).to(torch.int64)
+    mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True).bool()
+    rows = tokens.shape[0] // accum
+    cuts = [slice(i * rows, (i + 1) * rows) for i in range(accum)]
+    return [(tokens[c], lengths[c], None if mask is None else mask[c]) for c in cuts]

@@ -1,0 +1,152 @@
+"""What the commands do, callable from Python too."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from lf_meta import data, rundir
+from lf_meta.checkpoint import Restored, digest, open_checkpointer
+from lf_meta.config import Config
+from lf_meta.dist import World
+from lf_meta.errors import DataError, RunError
+from lf_meta.evaluate import EvalJob
+from lf_meta.infer import Sampling, generate
+from lf_meta.loop import Outcome, train
+from lf_meta.metrics import MetricsFile
+from lf_meta.plot import plot_loss
+from lf_meta.rundir import RunDir
+from lf_meta.session import Session, autocast_for, make_model, open_session
+from lf_meta.signals import StopSignal
+
+SAMPLE_PROMPT = "The "
+
+
+def start_run(config: Config, signal: StopSignal) -> int:
+    """Create a run folder and train; returns the stop signal or 0."""
+    with World.from_environment(config.device, config.dist) as world:
+        made: object = None
+        if world.is_main:
+            try:
+                made = rundir.create(config)
+            except RunError as e:
+                made = e
+        made = world.broadcast_object(made)
+        if isinstance(made, RunError):
+            raise made
+        assert isinstance(made, RunDir)
+        named = config.model_copy(update={"run": config.run.model_copy(update={"name": made.root.name})})
+        if world.is_main:
+            rundir.write_config(made, named)
+            print(f"run {made.root}", flush=True)
+        return _run(named, made, world, signal, resume=False)
+
+
+def resume_run(config: Config, run: RunDir, signal: StopSignal) -> int:
+    """Continue a run; returns the stop signal or 0."""
+    with World.from_environment(config.device, config.dist) as world:
+        return _run(config, run, world, signal, resume=True)
+
+
+def _run(config: Config, run: RunDir, world: World, signal: StopSignal, resume: bool) -> int:
+    with open_session(config, run, world, signal) as session:
+        if world.is_main:
+            _introduce(session)
+        if resume:
+            _restore(session)
+        outcome = train(session)
+    if world.is_main:
+        _finish(session, outcome)
+    return outcome.signum
+
+
+def _introduce(s: Session) -> None:
+    parameters = sum(p.numel() for p in s.model.parameters())
+    precision = "fp32" if s.autocast().__class__.__name__ == "nullcontext" else "bf16"
+    print(
+        f"{s.config.model.name} {s.config.model.size}: {parameters:,} parameters on {s.world.device} in {precision}, "
+        f"{s.world.size} rank(s); loader {s.feed.info()}",
+        flush=True,
+    )
+
+
+def _restore(s: Session) -> None:
+    notes = s.restore()
+    if s.world.is_main:
+        for note in notes:
+            print(f"checkpoint: {note}", flush=True)
+        print(f"resumed at step {s.step}", flush=True)
+        rundir.write_config(s.run, s.config)
+
+
+def _finish(s: Session, outcome: Outcome) -> None:
+    root = s.run.root
+    plot_loss(MetricsFile(s.run.metrics).rows(), s.run.plot, root.name)
+    if outcome.signum:
+        print(f"stopped by signal {outcome.signum} after step {outcome.step}, which is saved")
+        print(f"next: loongforge resume {root}")
+        return
+    if s.run.tokenizer.exists():
+        text = generate_text(root, SAMPLE_PROMPT, Sampling())
+        print(f"sample after step {outcome.step}:\n{SAMPLE_PROMPT}{text}\n")
+    print(f"wrote {s.run.plot} and {s.run.metrics}")
+    print(f'next: loongforge infer {root} --prompt "Python "')
+
+
+def _restored(run: RunDir, config: Config, step: int | None) -> Restored:
+    store = open_checkpointer(run.root, config.ckpt, read_only=True)
+    try:
+        return store.load(step)
+    finally:
+        store.close()
+
+
+def _load_model(
+    run: RunDir, config: Config, world: World, step: int | None
+) -> tuple[torch.nn.Module, Restored]:
+    restored = _restored(run, config, step)
+    weights = {n.removeprefix("model."): t for n, t in restored.tensors.items() if n.startswith("model.")}
+    vocab_size = config.model.vocab_size or weights["embed.weight"].shape[0]
+    model = make_model(config, vocab_size, world.device)
+    model.load_state_dict(weights)
+    return model.eval(), restored
+
+
+def evaluate_run(path: str | Path, step: int | None, overrides: Sequence[str] = ()) -> str:
+    """Evaluate a checkpoint on the whole eval split; returns one line to print."""
+    run = rundir.find(path)
+    config = rundir.read_config(run, list(overrides))
+    with World.from_environment(config.device, config.dist) as world:
+        paths = data.prepare(config.data, config.run.seed, run.data)
+        if paths.eval is None:
+            raise DataError(f"{path}: its data has no eval split (data.eval_fraction was 0)")
+        model, restored = _load_model(run, config, world, step)
+        dataset = data.open_split(paths.eval, config.model.vocab_size)
+        job = EvalJob(dataset, config.loader, config.batch.size, 0, autocast_for(config, world.device))
+        result = job.run(model, world, lambda: 0)
+        dataset.close()
+    assert result is not None
+    return (
+        f"step {restored.step}: eval loss {result.loss:.4f} nats per token, perplexity {result.perplexity:.2f}, "
+        f"{result.tokens} tokens"
+    )
+
+
+def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: int | None = None) -> str:
+    """Continue ``prompt`` with a checkpoint's model; returns the new text only."""
+    run = rundir.find(path)
+    config = rundir.read_config(run)
+    tokenizer = rundir.read_tokenizer(run)
+    with World.from_environment(config.device, config.dist) as world:
+        model, _ = _load_model(run, config, world, step)
+        ids = torch.from_numpy(tokenizer.encode(prompt)).to(world.device, torch.int64)
+        return tokenizer.decode(generate(model, ids, sampling, config.data.max_len))
+
+
+def run_digest(path: str | Path, step: int | None) -> tuple[int, str]:
+    """(step, sha256) of a checkpoint."""
+    run = rundir.find(path)
+    restored = _restored(run, rundir.read_config(run), step)
+    return restored.step, digest(restored)

@@ -1,0 +1,117 @@
+"""The folder of one run: its names, its creation, and finding it again."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+import lf_format as lff
+from lf_meta.config import Config, load_config
+from lf_meta.errors import RunError
+
+
+@dataclass(frozen=True)
+class RunDir:
+    """Paths inside ``runs/NAME``."""
+
+    root: Path
+
+    @property
+    def config(self) -> Path:
+        """The resolved configuration."""
+        return self.root / "config.yaml"
+
+    @property
+    def data(self) -> Path:
+        """Packed data, unless data.path was packed already."""
+        return self.root / "data"
+
+    @property
+    def metrics(self) -> Path:
+        """One JSON object a step."""
+        return self.root / "metrics.jsonl"
+
+    @property
+    def plot(self) -> Path:
+        """The loss curve."""
+        return self.root / "loss.png"
+
+    @property
+    def tokenizer(self) -> Path:
+        """What ``infer`` needs to turn ids into text."""
+        return self.root / "tokenizer.json"
+
+
+def create(config: Config) -> RunDir:
+    """Make a new folder; an unnamed run gets the next free number.
+
+    Raises:
+        RunError: run.name exists already.
+    """
+    parent = Path(config.run.dir)
+    if config.run.name is not None:
+        return _make(parent / config.run.name)
+    prefix = f"{config.model.name.replace(':', '.')}-{config.model.size}"
+    for n in itertools.count(1):
+        try:
+            return _make(parent / f"{prefix}-{n:03d}")
+        except RunError:
+            continue
+    raise AssertionError("unreachable")
+
+
+def _make(root: Path) -> RunDir:
+    try:
+        root.mkdir(parents=True)
+    except FileExistsError:
+        raise RunError(
+            f"{root} exists: continue it with `loongforge resume {root}`, or choose another run.name"
+        ) from None
+    except OSError as e:
+        raise RunError(f"cannot create {root}: {e}") from e
+    return RunDir(root)
+
+
+def write_config(run: RunDir, config: Config) -> None:
+    """Save the resolved configuration."""
+    run.config.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+
+
+def find(path: str | Path) -> RunDir:
+    """An existing run.
+
+    Raises:
+        RunError: no config.yaml there.
+    """
+    run = RunDir(Path(path))
+    if not run.config.exists():
+        raise RunError(f"{path} is not a run: it has no config.yaml")
+    return run
+
+
+def read_config(run: RunDir, overrides: list[str] | tuple[str, ...] = ()) -> Config:
+    """The run's configuration with overrides applied."""
+    return load_config(str(run.config), overrides)
+
+
+def write_tokenizer(run: RunDir, tokenizer: lff.Tokenizer) -> None:
+    """Keep the tokenizer with the run."""
+    run.tokenizer.write_text(json.dumps(tokenizer.to_dict()), encoding="utf-8")
+
+
+def read_tokenizer(run: RunDir) -> lff.Tokenizer:
+    """The tokenizer a run was trained with.
+
+    Raises:
+        RunError: the run has none (its data was given as ids).
+    """
+    try:
+        return lff.tokenizer_from_dict(json.loads(run.tokenizer.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise RunError(
+            f"{run.root} has no tokenizer: its data was packed from ids, so ids cannot become text"
+        ) from None

@@ -1,0 +1,178 @@
+"""Everything one rank holds while it trains, put together in one readable order."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+import lf_format as lff
+from lf_meta import data, rundir
+from lf_meta.checkpoint import Checkpointer, collect_state, open_checkpointer, restore_state
+from lf_meta.config import Config
+from lf_meta.dist import StopConsensus, World, choose_precision
+from lf_meta.errors import ConfigError, DataError
+from lf_meta.evaluate import EvalJob
+from lf_meta.feed import Feed, Order, make_feed
+from lf_meta.metrics import MetricsFile, StepMetrics
+from lf_meta.models import build_model
+from lf_meta.optim import make_optimizer
+from lf_meta.seeding import seed_all
+from lf_meta.signals import StopSignal
+
+Autocast = Callable[[], AbstractContextManager[object]]
+
+
+@dataclass
+class Session:
+    """One rank's training state; ``step`` counts finished optimizer steps."""
+
+    config: Config
+    run: rundir.RunDir
+    world: World
+    stop: StopConsensus
+    model: nn.Module  # as the checkpoint sees it
+    parallel: nn.Module  # as the loop calls it
+    optimizer: torch.optim.Optimizer
+    feed: Feed
+    eval_job: EvalJob | None
+    autocast: Autocast
+    checkpointer: Checkpointer | None  # on rank 0
+    metrics_file: MetricsFile | None  # on rank 0
+    metrics: StepMetrics = field(default_factory=StepMetrics)
+    step: int = 0
+    tokens_seen: int = 0
+    saved_step: int = -1
+
+    def save(self) -> None:
+        """Checkpoint the finished step, once; returns when the state is copied."""
+        if self.checkpointer is not None and self.saved_step != self.step:
+            tensors, items = collect_state(self.model, self.optimizer)
+            items["train"] = {"step": self.step, "tokens_seen": self.tokens_seen}
+            items["data"] = self.feed.state_dict()
+            items["config"] = self.config.to_dict()
+            self.checkpointer.save(self.step, tensors, items)
+        self.saved_step = self.step
+
+    def restore(self) -> tuple[str, ...]:
+        """Load the newest good checkpoint on every rank; returns what there is to tell about it."""
+        if self.checkpointer is not None:
+            restored = self.checkpointer.load(None)
+        else:
+            reader = open_checkpointer(self.run.root, self.config.ckpt, read_only=True)
+            restored = reader.load(None)
+            reader.close()
+        restore_state(self.model, self.optimizer, restored)
+        self._restore_position(restored.items["data"])
+        self.step = self.saved_step = restored.items["train"]["step"]
+        self.tokens_seen = restored.items["train"]["tokens_seen"]
+        if self.metrics_file is not None:
+            self.metrics_file.truncate_after(self.step)
+        return restored.notes
+
+    def _restore_position(self, state: dict[str, object]) -> None:
+        try:
+            self.feed.load_state_dict(state)
+        except ValueError as e:
+            raise ConfigError("data", f"the checkpoint belongs to another order of samples: {e}") from e
+
+
+def autocast_for(config: Config, device: torch.device) -> Autocast:
+    """A context factory for the forward pass."""
+    if choose_precision(config.device, device) == "fp32":
+        return nullcontext
+    return functools.partial(torch.autocast, device.type, torch.bfloat16)
+
+
+def make_model(config: Config, vocab_size: int, device: torch.device) -> nn.Module:
+    """Build the configured model on ``device`` with weights that depend on run.seed alone."""
+    seed_all(config.run.seed)
+    with device:
+        return build_model(config.model.name, config.model.size, vocab_size, config.model.args)
+
+
+def _open_data(config: Config, run: rundir.RunDir, world: World) -> tuple[lff.Dataset, lff.Dataset | None]:
+    found: object = None
+    if world.is_main:
+        try:
+            found = data.prepare(config.data, config.run.seed, run.data)
+        except DataError as e:
+            found = e
+    found = world.broadcast_object(found)
+    if isinstance(found, DataError):
+        raise found
+    assert isinstance(found, data.DataPaths)
+    if world.is_main:
+        print(found.note, flush=True)
+    vocab = config.model.vocab_size
+    train = data.open_split(found.train, vocab)
+    held_out = None if found.eval is None else data.open_split(found.eval, vocab or train.vocab_size)
+    return train, held_out
+
+
+def _keep_tokenizer(config: Config, run: rundir.RunDir, train: lff.Dataset) -> None:
+    """Store the tokenizer in the run if it is the one the data was made with (ids may come from elsewhere)."""
+    tokenizer = lff.load_tokenizer(config.data.tokenizer)
+    if tokenizer.info == train.tokenizer:
+        rundir.write_tokenizer(run, tokenizer)
+
+
+def _check_batch(config: Config, world: World) -> None:
+    pieces = world.size * config.batch.accum
+    if config.batch.size % pieces:
+        raise ConfigError(
+            "batch.size",
+            f"{config.batch.size} records cannot be cut into {world.size} ranks x {config.batch.accum} micro-batches",
+        )
+
+
+@contextmanager
+def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopSignal) -> Iterator[Session]:
+    """Set up one rank inside an entered ``world``; everything opened is closed again in reverse order.
+
+    Raises:
+        ConfigError, DataError: before anything is trained.
+    """
+    _check_batch(config, world)
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    with ExitStack() as stack:
+        train, held_out = _open_data(config, run, world)
+        stack.callback(train.close)
+        if held_out is not None:
+            stack.callback(held_out.close)
+        if world.is_main:
+            _keep_tokenizer(config, run, train)
+        vocab_size = config.model.vocab_size or train.vocab_size
+        model = make_model(config, vocab_size, world.device)
+        order = Order(config.batch.size, seed=config.run.seed)
+        feed = make_feed(train, config.loader, order, world)
+        stack.callback(feed.close)
+        autocast = autocast_for(config, world.device)
+        checkpointer = open_checkpointer(run.root, config.ckpt) if world.is_main else None
+        if checkpointer is not None:
+            stack.callback(checkpointer.close)
+        yield Session(
+            config,
+            run,
+            world,
+            StopConsensus(world, signal),
+            model,
+            world.wrap(model),
+            make_optimizer(model, config.optim),
+            feed,
+            _eval_job(config, held_out, autocast),
+            autocast,
+            checkpointer,
+            MetricsFile(run.metrics) if world.is_main else None,
+        )
+
+
+def _eval_job(config: Config, held_out: lff.Dataset | None, autocast: Autocast) -> EvalJob | None:
+    if held_out is None:
+        return None
+    return EvalJob(held_out, config.loader, config.batch.size, config.eval.batches, autocast)
