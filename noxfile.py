@@ -1,0 +1,135 @@
+"""Development commands: ``nox`` runs every test, lint and type check; ``nox -s train`` runs the default job.
+
+Sessions that need torch share one environment (``.nox/shared-torch``), and the others one without torch
+(``.nox/shared-base``), which also proves that those packages do not need it. An environment is built anew when
+a pyproject, the constraints or a C source changes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import shutil
+import sys
+from pathlib import Path
+
+import nox
+
+ROOT = Path(__file__).parent
+PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-ckpt", "lf-meta"]
+BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
+DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
+LINT = ["ruff", "mypy", "types-PyYAML"]
+EXTRAS = {"lf-format": "[tokenizers]"}
+
+nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
+nox.options.error_on_missing_interpreters = True
+nox.needs_version = ">=2024.4"
+# Two busy cores: spinning OpenMP threads cost 14-27x; has to be set before torch is imported.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
+
+def _fingerprint(packages: list[str]) -> str:
+    sources = [ROOT / "constraints.txt", ROOT / "noxfile.py"]
+    for name in packages:
+        folder = ROOT / "packages" / name
+        sources += [folder / "pyproject.toml", *folder.glob("hatch_build.py"), *sorted(folder.glob("csrc/*"))]
+        sources += sorted(folder.glob("src/*/_build_ffi.py"))
+    digest = hashlib.sha256(sys.version.encode())
+    for path in sources:
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
+
+
+def _environment(session: nox.Session, name: str, packages: list[str], tools: list[str]) -> str:
+    """Python of a shared environment that holds ``packages`` editable; built on first use."""
+    folder = ROOT / ".nox" / f"shared-{name}"
+    python = str(folder / "bin" / "python")
+    stamp = folder / "fingerprint"
+    wanted = _fingerprint(packages)
+    if stamp.exists() and stamp.read_text() == wanted:
+        return python
+    shutil.rmtree(folder, ignore_errors=True)
+    session.run(sys.executable, "-m", "venv", str(folder), external=True)
+    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    editable = [a for p in packages for a in ("-e", f"packages/{p}{EXTRAS.get(p, '')}")]
+    session.run(*pip, "-c", "constraints.txt", *tools, *editable, external=True)
+    stamp.write_text(wanted)
+    return python
+
+
+def _torch_python(session: nox.Session) -> str:
+    return _environment(session, "torch", PACKAGES, ["torch==2.13.0", *DEV, *LINT])
+
+
+def _base_python(session: nox.Session) -> str:
+    return _environment(session, "base", BASE, DEV)
+
+
+def _python_for(session: nox.Session, package: str) -> str:
+    return _base_python(session) if package in BASE else _torch_python(session)
+
+
+@nox.session(venv_backend="none")
+def train(session: nox.Session) -> None:
+    """The default run: pack real text, train, checkpoint, plot, sample. Extra arguments go to the command."""
+    python = _torch_python(session)
+    session.run(python, "-m", "lf_meta.cli", "train", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def tests(session: nox.Session, package: str) -> None:
+    """The tests of one package."""
+    python = _python_for(session, package)
+    session.run(python, "-m", "pytest", f"packages/{package}/tests", *session.posargs, external=True)
+    if package == "lf-iouring":  # the loader also delivers tensors, when torch is there
+        session.run(
+            _torch_python(session), "-m", "pytest", f"packages/{package}/tests", *session.posargs, external=True
+        )
+
+
+@nox.session(venv_backend="none")
+@nox.parametrize("package", PACKAGES, ids=PACKAGES)
+def bench(session: nox.Session, package: str) -> None:
+    """The benchmarks of one package against their peers; JSON lands in bench-out/."""
+    python = _torch_python(session)
+    out = ROOT / "bench-out"
+    out.mkdir(exist_ok=True)
+    for script in sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py")):
+        session.run(python, str(script), "--json", str(out / f"{script.stem}.json"), *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def repo(session: nox.Session) -> None:
+    """Tests of the repository as a whole: import rules, versions, copies that must agree."""
+    session.run(_torch_python(session), "-m", "pytest", "tests", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def docs_examples(session: nox.Session) -> None:
+    """Execute every Python example of every README."""
+    session.run(_torch_python(session), "tools/run_readme.py", *session.posargs, external=True)
+
+
+@nox.session(venv_backend="none")
+def lint(session: nox.Session) -> None:
+    """ruff: lint and format."""
+    python = _torch_python(session)
+    session.run(python, "-m", "ruff", "check", ".", external=True)
+    session.run(python, "-m", "ruff", "format", "--check", ".", external=True)
+
+
+@nox.session(venv_backend="none")
+def types(session: nox.Session) -> None:
+    """mypy --strict on all packages."""
+    python = _torch_python(session)
+    session.run(python, "-m", "mypy", *[f"packages/{p}/src" for p in PACKAGES], external=True)
+
+
+@nox.session(venv_backend="none")
+def wheels(session: nox.Session) -> None:
+    """Build wheel and sdist of every package into dist/; install the torch-free wheels alone and try them."""
+    python = _torch_python(session)
+    shutil.rmtree(ROOT / "dist", ignore_errors=True)
+    session.run(python, "tools/check_wheels.py", *session.posargs, external=True)

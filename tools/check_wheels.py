@@ -1,0 +1,76 @@
+"""Build every package into dist/, and prove that the wheels are what a user needs.
+
+- one wheel per package: abi3 when it has C, py3-none-any otherwise, and an sdist beside it
+- the torch-free wheels, installed in an empty environment from dist/ alone with their dependencies, import
+  and their examples' entry points answer
+- lf-iouring's sdist without a compiler still installs, with its Python engine
+"""
+
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+DIST = ROOT / "dist"
+PIP = ["-m", "pip", "--disable-pip-version-check", "--quiet"]
+TORCH_FREE = ["lf-format", "lf-memory", "lf-iouring"]
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> str:
+    """Run a command, echo it, return its output; a failure ends the check."""
+    print("+", " ".join(command), flush=True)
+    done = subprocess.run(command, cwd=DIST, capture_output=True, text=True, env=env)
+    if done.returncode:
+        sys.exit(done.stdout + done.stderr)
+    return done.stdout.strip()
+
+
+def build_all() -> None:
+    """Wheel and sdist of every package, in this environment (its build requirements are there)."""
+    DIST.mkdir(exist_ok=True)
+    run(sys.executable, *PIP, "install", "build", "hatchling>=1.27", "cffi>=1.17", "setuptools>=70")
+    for package in sorted((ROOT / "packages").iterdir()):
+        run(sys.executable, "-m", "build", "--no-isolation", "--outdir", str(DIST), str(package))
+
+
+def check_names() -> None:
+    """Compiled packages give one abi3 wheel, pure ones a universal wheel."""
+    for package in sorted((ROOT / "packages").iterdir()):
+        wheels = list(DIST.glob(f"{package.name.replace('-', '_')}-*.whl"))
+        kind = "-cp311-abi3-linux_" if (package / "csrc").exists() else "-py3-none-any"
+        if len(wheels) != 1 or kind not in wheels[0].name:
+            sys.exit(f"{package.name}: expected one {kind} wheel, found {[w.name for w in wheels]}")
+
+
+def install_alone() -> None:
+    """The torch-free wheels in an empty environment."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "venv", folder)
+        python = f"{folder}/bin/python"
+        run(python, *PIP, "install", "--find-links", str(DIST), *TORCH_FREE)
+        run(python, "-c", "import lf_format, lf_memory, lf_iouring, sys; assert 'torch' not in sys.modules")
+        run(f"{folder}/bin/lf-format", "--help")
+        print(run(python, "-c", "import lf_iouring; print(lf_iouring.engine_report())"))
+
+
+def install_without_compiler() -> None:
+    """An sdist where there is no C compiler: a clear message and the Python engine."""
+    sdist = next(DIST.glob("lf_iouring-*.tar.gz"))
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "venv", "--system-site-packages", folder)
+        python = f"{folder}/bin/python"
+        env = {**os.environ, "CC": "/nonexistent/cc"}
+        run(python, *PIP, "install", "--find-links", str(DIST), str(sdist), env=env)
+        report = run(python, "-c", "import lf_iouring; print(lf_iouring.engine_report())")
+        if "python" not in report:
+            sys.exit(f"without a compiler the engine should be the Python one: {report}")
+
+
+if __name__ == "__main__":
+    build_all()
+    check_names()
+    install_alone()
+    install_without_compiler()
+    print("wheels: ok")

@@ -1,0 +1,29 @@
+"""Execute every fenced ``python`` block of the READMEs, each file's blocks in one fresh process and folder."""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def run(readme: Path) -> bool:
+    """Run one README; True when its examples ended without an error."""
+    code = "\n".join(BLOCK.findall(readme.read_text(encoding="utf-8")))
+    if not code:
+        print(f"{readme.relative_to(ROOT)}: no python example")
+        return True
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+    print(f"{readme.relative_to(ROOT)}: {'ok' if done.returncode == 0 else 'FAILED'}")
+    if done.returncode:
+        print(done.stdout + done.stderr)
+    return done.returncode == 0
+
+
+if __name__ == "__main__":
+    results = [run(r) for r in sorted([ROOT / "README.md", *ROOT.glob("packages/*/README.md")])]
+    sys.exit(0 if all(results) else 1)
