@@ -72,18 +72,12 @@ class OptimSection(Section):
     """Fused AdamW with warm-up and cosine decay, both pure functions of the step."""
 
     lr: PositiveFloat = Field(3e-3, description="peak learning rate")
-    min_lr: NonNegativeFloat = Field(3e-4, description="learning rate after the last step")
+    min_lr_ratio: Fraction = Field(0.1, description="learning rate after the last step, as a share of lr")
     warmup: NonNegativeInt = Field(20, description="steps of linear warm-up")
     betas: tuple[Fraction, Fraction] = Field((0.9, 0.95), description="AdamW betas")
     eps: PositiveFloat = Field(1e-8, description="AdamW epsilon")
     weight_decay: NonNegativeFloat = Field(0.1, description="on matrices only, not on norms")
     clip: NonNegativeFloat = Field(1.0, description="global gradient norm; 0 turns clipping off")
-
-    @model_validator(mode="after")
-    def _ordered(self) -> OptimSection:
-        if self.min_lr > self.lr:
-            raise ValueError(f"min_lr {self.min_lr} is above lr {self.lr}")
-        return self
 
 
 class DeviceSection(Section):

@@ -96,22 +96,22 @@ def unflatten(flat: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def known_keys(model: type[BaseModel], prefix: str = "") -> list[str]:
-    """Dotted names of every setting; a free mapping is listed by its own name."""
-    keys: list[str] = []
+def known_keys(model: type[BaseModel], prefix: str = "") -> dict[str, bool]:
+    """Dotted names of every setting, and whether it is a free mapping that takes any key below it."""
+    keys: dict[str, bool] = {}
     for name, field in model.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and get_origin(kind) is None and issubclass(kind, BaseModel):
-            keys += known_keys(kind, f"{prefix}{name}.")
+            keys |= known_keys(kind, f"{prefix}{name}.")
         else:
-            keys.append(f"{prefix}{name}")
+            keys[f"{prefix}{name}"] = get_origin(kind) is dict
     return keys
 
 
-def _refuse_unknown(flat: Mapping[str, Any], known: list[str]) -> None:
+def _refuse_unknown(flat: Mapping[str, Any], known: Mapping[str, bool]) -> None:
     sections = {k.split(".")[0] for k in known}
     for key, value in flat.items():
-        if key in known or any(key.startswith(k + ".") for k in known):
+        if key in known or any(free and key.startswith(k + ".") for k, free in known.items()):
             continue
         if key in sections and (value is None or value == {}):
             continue  # an empty section
@@ -133,9 +133,10 @@ def _merge(
     return {k: v for k, v in flat.items() if k not in model.model_fields}, origin  # less empty sections
 
 
-def _first_problem(error: ValidationError) -> ConfigError:
+def first_problem(error: ValidationError, prefix: str = "") -> ConfigError:
+    """The first finding of pydantic as a ConfigError; ``prefix`` is put before its key."""
     first = error.errors()[0]
-    key = ".".join(str(p) for p in first["loc"]) or "config"
+    key = prefix + ".".join(str(p) for p in first["loc"]) or "config"
     problem = first["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(first["input"], (BaseModel, dict)) else f" (got {first['input']!r})"
     return ConfigError(key, problem + shown)
@@ -147,7 +148,7 @@ def build(model: type[M], path: str | None, overrides: Overrides) -> M:
     try:
         return model.model_validate(unflatten(flat))
     except ValidationError as e:
-        raise _first_problem(e) from None
+        raise first_problem(e) from None
 
 
 def origins_of(model: type[BaseModel], path: str | None, overrides: Overrides) -> dict[str, tuple[Any, str]]:

@@ -7,40 +7,44 @@ embedding arXiv 2104.09864 (half-split layout), SwiGLU arXiv 2002.05202. The 1.6
 
 from __future__ import annotations
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
+from pydantic import Field, ValidationError, ValidationInfo, field_validator
 from torch import Tensor, nn
 
+from lf_meta.config import Section
+from lf_meta.config_load import first_problem
 from lf_meta.errors import ConfigError
 
 IGNORE = -100  # label of a position that is not predicted; torch's own default
 
 
-@dataclass(frozen=True)
-class LMConfig:
-    """Dimensions of one model; every field can be overridden by ``model.args``."""
+Dimension = Annotated[int, Field(gt=0, strict=True)]
 
-    vocab_size: int
-    hidden: int
-    layers: int
-    heads: int
-    ffn: int
-    dropout: float = 0.0
-    rope_base: float = 10000.0
-    norm_eps: float = 1e-6
-    init_std: float = 0.02
 
-    def __post_init__(self) -> None:
-        if self.hidden % self.heads or (self.hidden // self.heads) % 2:
-            raise ConfigError(
-                "model.args.heads", f"hidden {self.hidden} needs an even width in each of {self.heads} heads"
-            )
-        if not 0 <= self.dropout < 1:
-            raise ConfigError("model.args.dropout", f"must be in [0, 1), not {self.dropout}")
+class LMConfig(Section):
+    """Dimensions of one model; every field but the vocabulary can be overridden by ``model.args``."""
+
+    vocab_size: Dimension
+    hidden: Dimension
+    layers: Dimension
+    heads: Dimension
+    ffn: Dimension
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    rope_base: Annotated[float, Field(gt=0)] = 10000.0
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-6
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+
+    @field_validator("heads")
+    @classmethod
+    def _even_heads(cls, heads: int, info: ValidationInfo) -> int:
+        hidden = info.data.get("hidden", heads * 2)
+        if hidden % (2 * heads):
+            raise ValueError(f"hidden {hidden} does not give each of {heads} heads an even width")
+        return heads
 
 
 SIZES: dict[str, dict[str, int]] = {
@@ -185,8 +189,8 @@ def build(size: str, vocab_size: int, **args: int | float | bool | str) -> GR00T
     """
     if size not in SIZES:
         raise ConfigError("model.size", f"no size {size!r}; known: {', '.join(SIZES)}")
-    known = {f.name for f in dataclasses.fields(LMConfig)} - {"vocab_size"}
-    unknown = sorted(set(args) - known)
-    if unknown:
-        raise ConfigError(f"model.args.{unknown[0]}", f"not a dimension; known: {', '.join(sorted(known))}")
-    return GR00TLM(LMConfig(**{"vocab_size": vocab_size, **SIZES[size], **args}))  # type: ignore[arg-type]
+    try:
+        config = LMConfig.model_validate({**SIZES[size], **args, "vocab_size": vocab_size})
+    except ValidationError as e:
+        raise first_problem(e, "model.args.") from None
+    return GR00TLM(config)

@@ -1,0 +1,54 @@
+"""Stop signals: the first is a request, the second is final, also while the main thread is inside C."""
+
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from lf_meta.signals import StopSignal, exit_code
+
+PROGRAM = """
+import signal, sys, time
+from lf_meta.signals import StopSignal
+with StopSignal() as stop:
+    print("ready", flush=True)
+    {body}
+"""
+
+
+def _start(body: str) -> "subprocess.Popen[str]":
+    process = subprocess.Popen(
+        [sys.executable, "-c", PROGRAM.format(body=body)], stdout=subprocess.PIPE, text=True
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    return process
+
+
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+def test_first_signal_is_recorded_and_the_program_goes_on(signum: int) -> None:
+    process = _start("\n    while not stop.signum: time.sleep(0.01)\n    print(stop.signum)")
+    process.send_signal(signum)
+    out, _ = process.communicate(timeout=20)
+    assert (process.returncode, out) == (0, f"{int(signum)}\n")
+
+
+def test_second_signal_ends_at_once_even_inside_a_c_call() -> None:
+    # a lock held in C: no bytecode runs, so an ordinary handler would wait for ever
+    body = "import threading; e = threading.Lock(); e.acquire(); signal.pthread_sigmask(0, []); e.acquire()"
+    process = _start(body)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=10) == 143
+
+
+def test_handlers_are_put_back() -> None:
+    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    with StopSignal():
+        pass
+    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert (exit_code(signal.SIGTERM), exit_code(signal.SIGINT)) == (143, 130)
