@@ -1,23 +1,40 @@
-"""Checked binary containers for training samples: .loongbin token sequences with length buckets and hashes."""
+"""Checked binary containers for training samples: .loongbin token sequences in length buckets."""
 
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
+from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
-from lf_format._records import Record
+from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
 from lf_format._schema import Field, TokenizerInfo
+from lf_format._split import bucket_edges
+from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, loads_tokenizer
+from lf_format._verify import VerifyReport, verify
 from lf_format._writer import Writer, WriteReport
 
 __all__ = [
+    "DOCUMENT_END",
+    "DOCUMENT_START",
+    "ByteTokenizer",
     "Dataset",
     "Extents",
     "Field",
     "FormatError",
     "InputError",
+    "JsonTokenizer",
+    "PreprocessReport",
     "Reader",
     "Record",
+    "Tokenizer",
     "TokenizerInfo",
+    "VerifyReport",
     "WorkerError",
     "WriteReport",
     "Writer",
+    "bucket_edges",
+    "load_tokenizer",
+    "loads_tokenizer",
     "open_dataset",
+    "preprocess",
+    "preprocess_documents",
+    "verify",
 ]

@@ -14,8 +14,8 @@ from lf_format._errors import FormatError
 class AtomicFile:
     """Writes go to a temporary name in the same directory; `publish` renames it.
 
-    `discard`, garbage collection and interpreter exit remove the temporary file. Only a killed process leaves one
-    behind, under a name that starts with a dot and ends with .tmp.
+    `discard`, garbage collection and interpreter exit remove the temporary file. Only a killed process
+    leaves one behind, under a name that starts with a dot and ends with .tmp.
     """
 
     def __init__(self, path: Path) -> None:

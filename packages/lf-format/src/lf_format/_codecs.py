@@ -12,7 +12,7 @@ CODEC_IDS = {name: code for code, name in CODEC_NAMES.items()}
 
 
 def encode(payload: bytes, codec: int, level: int) -> tuple[int, bytes]:
-    """(codec used, stored bytes). A payload that zstd does not shrink stays raw: decoding it would buy nothing."""
+    """(codec used, stored bytes). A payload that zstd does not shrink stays raw."""
     if codec == ZSTD:
         packed = zstandard.ZstdCompressor(level=level, write_checksum=False).compress(payload)
         if len(packed) < len(payload):
@@ -21,7 +21,7 @@ def encode(payload: bytes, codec: int, level: int) -> tuple[int, bytes]:
 
 
 def decode(stored: bytes, codec: int, raw_len: int, path: str, offset: int) -> bytes:
-    """Decoded payload of exactly `raw_len` bytes; FormatError for anything else. `offset` is for the message."""
+    """Decoded payload of exactly `raw_len` bytes; FormatError otherwise. `offset` is for the message."""
     if codec == RAW:
         return stored
     try:

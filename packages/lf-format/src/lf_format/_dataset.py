@@ -73,7 +73,11 @@ class Dataset:
         return self.readers[shard].record(i - int(self._first[shard]))
 
     def locate(self, ids: object) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int64]]:
-        """(shard int32[n], record id in that shard int64[n]) of global ids (integers, shape [n]); IndexError outside."""
+        """Where global ids (integers, shape [n]) lie: (shard int32[n], record id in that shard int64[n]).
+
+        Raises:
+            FormatError: for ids that are not integers. IndexError: for ids outside 0..len-1.
+        """
         rows = np.atleast_1d(np.asarray(ids))
         if rows.size == 0:
             return np.zeros(0, np.int32), np.zeros(0, np.int64)
@@ -133,8 +137,8 @@ def open_dataset(source: Source, split: str | None = None) -> Dataset:
 
     Args:
         source: path or paths.
-        split: with a directory, only the files `SPLIT.loongbin` and `SPLIT-*.loongbin`. Needed when it holds both
-            train and eval files: reading held-out data as training data would be a silent fault.
+        split: with a directory, only the files `SPLIT.loongbin` and `SPLIT-*.loongbin`. Needed when it holds
+            both train and eval files: reading held-out data as training data would be a silent fault.
 
     Raises:
         FormatError: nothing to open, an ambiguous directory, or shards that disagree.

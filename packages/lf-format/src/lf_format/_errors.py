@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -58,6 +59,19 @@ class FormatError(ValueError):
         # Exceptions with keyword arguments do not pickle by themselves; workers send these to their parent.
         details = {k: v for k, v in vars(self).items() if k != "what"}
         return functools.partial(type(self), **details), (self.what,)
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file and an offset in it: where a parser stands, for its errors."""
+
+    path: str
+    offset: int = 0
+
+    def require(self, ok: object, what: str, at: int, expected: object, found: object) -> None:
+        """FormatError about `what`, `at` bytes further on, unless `ok`."""
+        if not ok:
+            raise FormatError(what, path=self.path, offset=self.offset + at, expected=expected, found=found)
 
 
 class InputError(FormatError):

@@ -105,7 +105,7 @@ def _column(
     raw: bytes, entry: lay.ColumnEntry, dtype: np.dtype[Any], count: int, path: str, offset: int
 ) -> Array:
     expected = (_CODES[dtype], 0, count, count * dtype.itemsize)
-    found = (entry.dtype_code, entry.codec, entry.count, entry.stored_len)
+    found = (entry.dtype_code, entry.codec, entry.rows, entry.stored_len)
     if expected != found or entry.offset + entry.stored_len > len(raw):
         raise FormatError(
             f"index column {entry.name}: dtype code, codec, rows, bytes",
@@ -118,7 +118,12 @@ def _column(
 
 @dataclass(frozen=True)
 class PlaneMap:
-    """Where one field lies: byte `within[i]` counts over all records, `plane[b]` is the plane's start in block b's payload."""
+    """Where one field lies.
+
+    Attributes:
+        within: bytes of this field before record i, over the whole file, int64[records + 1].
+        plane: start of this field's plane in the payload of block b, int64[blocks].
+    """
 
     within: npt.NDArray[np.int64]
     plane: npt.NDArray[np.int64]

@@ -1,4 +1,4 @@
-"""Fixed structures of the container, byte by byte (SPEC.md sections 2, 4, 5 and 6). Little-endian throughout."""
+"""Fixed structures of the container, byte by byte, little-endian (SPEC.md sections 2, 4, 5 and 6)."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import xxhash
 
-from lf_format._errors import FormatError
+from lf_format._errors import FormatError, Place
 
 HEADER_MAGIC = b"\x89LFB\r\n\x1a\n"  # PNG's trick: high bit, CR LF, ^Z and LF catch text-mode transfers
 TRAILER_MAGIC = b"\x89LFT\r\n\x1a\n"
@@ -126,21 +126,17 @@ def _text(raw: bytes, at: int, path: str) -> str:
         raise FormatError("header text is not UTF-8", path=path, offset=at + error.start) from None
 
 
+def _check_sum(raw: bytes, at: int, what: str, place: Place) -> None:
+    expected, found = _U64.unpack_from(raw, at)[0], xxh3(raw[:at])
+    place.require(expected == found, f"{what} checksum", at, hex(expected), hex(found))
+
+
 def parse_header(raw: bytes, path: str) -> Header:
     """Header from the first 4 KiB of a file; FormatError naming what is wrong."""
-    if len(raw) < HEADER_SIZE:
-        raise FormatError(
-            "file is too short for a header", path=path, offset=0, expected=HEADER_SIZE, found=len(raw)
-        )
-    if raw[:8] != HEADER_MAGIC:
-        raise FormatError("not a .loongbin file", path=path, offset=0, expected=HEADER_MAGIC, found=raw[:8])
-    check = _U64.unpack_from(raw, _HEADER_CHECK_AT)[0]
-    found = xxh3(raw[:_HEADER_CHECK_AT])
-    if check != found:
-        raise FormatError(
-            "header checksum", path=path, offset=_HEADER_CHECK_AT, expected=hex(check), found=hex(found)
-        )
-    fields = _HEADER.unpack_from(raw)
+    place = Place(path)
+    place.require(len(raw) >= HEADER_SIZE, "file is too short for a header", 0, HEADER_SIZE, len(raw))
+    place.require(raw[:8] == HEADER_MAGIC, "not a .loongbin file", 0, HEADER_MAGIC, raw[:8])
+    _check_sum(raw, _HEADER_CHECK_AT, "header", place)
     (
         _,
         major,
@@ -150,42 +146,31 @@ def parse_header(raw: bytes, path: str) -> Header:
         ro_compat,
         incompat,
         uuid,
-        vocab,
-        s_off,
-        s_len,
-        s_hash,
-        data,
+        *numbers,
         profile,
         _,
-        *names,
-    ) = fields
-    header = Header(
-        uuid, vocab, s_off, s_len, s_hash, data,
-        _text(names[0], 104, path), _text(names[1], 360, path), _text(names[2], 480, path),
-        profile, compat, ro_compat, incompat, major, minor,
-    )  # fmt: skip
-    _check_header(header, size, path)
+        name,
+        digest,
+        creator,
+    ) = _HEADER.unpack_from(raw)
+    texts = _text(name, 104, path), _text(digest, 360, path), _text(creator, 480, path)
+    header = Header(*(uuid, *numbers, *texts, profile, compat, ro_compat, incompat, major, minor))
+    place.require(size == HEADER_SIZE, "header length", 12, HEADER_SIZE, size)
+    _check_header(header, place)
     return header
 
 
-def _check_header(header: Header, size: int, path: str) -> None:
+def _check_header(header: Header, place: Place) -> None:
+    require, vocab, length = place.require, header.vocab_size, header.schema_len
     unknown = header.incompat & ~KNOWN_INCOMPAT
-    checks: list[tuple[bool, str, int, object, object]] = [
-        (header.major == MAJOR, "unsupported format version", 8, MAJOR, header.major),
-        (size == HEADER_SIZE, "header length", 12, HEADER_SIZE, size),
-        (not unknown, "file needs features this version does not have", 32, hex(KNOWN_INCOMPAT), hex(header.incompat)),
-        (1 <= header.vocab_size <= MAX_VOCAB, "vocabulary size", 56, f"1..{MAX_VOCAB}", header.vocab_size),
-        (header.schema_offset == HEADER_SIZE, "schema offset", 64, HEADER_SIZE, header.schema_offset),
-        (2 <= header.schema_len <= MAX_SCHEMA_BYTES, "schema length", 72, f"2..{MAX_SCHEMA_BYTES}", header.schema_len),
-        (
-            header.data_offset == align(HEADER_SIZE + header.schema_len, SECTION_ALIGN),
-            "data offset", 88, align(HEADER_SIZE + header.schema_len, SECTION_ALIGN), header.data_offset,
-        ),
-        (header.profile == PROFILE_LOONGBIN, "unsupported profile", 96, PROFILE_LOONGBIN, header.profile),
-    ]  # fmt: skip
-    for ok, what, offset, expected, found in checks:
-        if not ok:
-            raise FormatError(what, path=path, offset=offset, expected=expected, found=found)
+    require(header.major == MAJOR, "unsupported format version", 8, MAJOR, header.major)
+    require(not unknown, "file needs features this version does not have", 32, 0, hex(unknown))
+    require(1 <= vocab <= MAX_VOCAB, "vocabulary size", 56, f"1..{MAX_VOCAB}", vocab)
+    require(header.schema_offset == HEADER_SIZE, "schema offset", 64, HEADER_SIZE, header.schema_offset)
+    require(2 <= length <= MAX_SCHEMA_BYTES, "schema length", 72, f"2..{MAX_SCHEMA_BYTES}", length)
+    data = align(HEADER_SIZE + length, SECTION_ALIGN)
+    require(header.data_offset == data, "data offset", 88, data, header.data_offset)
+    require(header.profile == PROFILE_LOONGBIN, "unsupported profile", 96, PROFILE_LOONGBIN, header.profile)
 
 
 class BlockHeader(NamedTuple):
@@ -194,7 +179,7 @@ class BlockHeader(NamedTuple):
     bucket: int
     codec: int
     dict_id: int
-    count: int
+    n_records: int
     first_record: int
     raw_len: int
     stored_len: int
@@ -203,7 +188,7 @@ class BlockHeader(NamedTuple):
     def pack(self) -> bytes:
         """The 64 bytes, checksum included."""
         body = _BLOCK.pack(
-            BLOCK_MAGIC, self.bucket, self.codec, 0, self.dict_id, self.count,
+            BLOCK_MAGIC, self.bucket, self.codec, 0, self.dict_id, self.n_records,
             self.first_record, self.raw_len, self.stored_len, self.payload_hash, 0,
         )  # fmt: skip
         return body + _U64.pack(xxh3(body))
@@ -211,16 +196,12 @@ class BlockHeader(NamedTuple):
 
 def parse_block_header(raw: bytes, path: str, offset: int) -> BlockHeader:
     """Block header at file `offset`; FormatError when magic or checksum do not hold."""
-    if len(raw) < BLOCK_HEADER_SIZE or raw[:4] != BLOCK_MAGIC:
-        raise FormatError("block header", path=path, offset=offset, expected=BLOCK_MAGIC, found=raw[:4])
-    check = _U64.unpack_from(raw, _BLOCK.size)[0]
-    found = xxh3(raw[: _BLOCK.size])
-    if check != found:
-        raise FormatError(
-            "block header checksum", path=path, offset=offset + 56, expected=hex(check), found=hex(found)
-        )
-    _, bucket, codec, _, dict_id, count, first, raw_len, stored_len, payload_hash, _ = _BLOCK.unpack_from(raw)
-    return BlockHeader(bucket, codec, dict_id, count, first, raw_len, stored_len, payload_hash)
+    place = Place(path, offset)
+    whole = len(raw) == BLOCK_HEADER_SIZE and raw[:4] == BLOCK_MAGIC
+    place.require(whole, "block header", 0, BLOCK_MAGIC, raw[:4])
+    _check_sum(raw, _BLOCK.size, "block header", place)
+    _, bucket, codec, _, *numbers, _ = _BLOCK.unpack_from(raw)
+    return BlockHeader(bucket, codec, *numbers)
 
 
 class IndexHeader(NamedTuple):
@@ -242,7 +223,7 @@ class ColumnEntry(NamedTuple):
     name: str
     dtype_code: int
     codec: int
-    count: int
+    rows: int
     offset: int
     stored_len: int
 
@@ -253,17 +234,12 @@ class ColumnEntry(NamedTuple):
 
 def parse_index_header(raw: bytes, path: str, offset: int) -> tuple[IndexHeader, list[ColumnEntry]]:
     """Index header and column directory; FormatError when they do not fit into `raw`."""
-    if len(raw) < INDEX_HEADER_SIZE or raw[:4] != INDEX_MAGIC:
-        raise FormatError(
-            "index header", path=path, offset=offset, expected=INDEX_MAGIC, found=bytes(raw[:4])
-        )
+    place = Place(path, offset)
+    whole = len(raw) >= INDEX_HEADER_SIZE and raw[:4] == INDEX_MAGIC
+    place.require(whole, "index header", 0, INDEX_MAGIC, raw[:4])
     header = IndexHeader(*_INDEX.unpack_from(raw)[1:])
-    room = (len(raw) - INDEX_HEADER_SIZE) // COLUMN_ENTRY_SIZE
-    if header.n_columns > min(MAX_COLUMNS, room):
-        raise FormatError(
-            "index column count", path=path, offset=offset + 4,
-            expected=f"<= {min(MAX_COLUMNS, room)}", found=header.n_columns,
-        )  # fmt: skip
+    most = min(MAX_COLUMNS, (len(raw) - INDEX_HEADER_SIZE) // COLUMN_ENTRY_SIZE)
+    place.require(header.n_columns <= most, "index column count", 4, f"<= {most}", header.n_columns)
     return header, [_parse_column(raw, i, path, offset) for i in range(header.n_columns)]
 
 
@@ -294,33 +270,18 @@ class Trailer(NamedTuple):
 
 def parse_trailer(raw: bytes, path: str, offset: int) -> Trailer:
     """Trailer whose first byte lies at file `offset`; FormatError when it is not one, or not in its place."""
-    if len(raw) < TRAILER_SIZE or raw[:8] != TRAILER_MAGIC:
-        raise FormatError(
-            "no trailer at the end: the file is truncated or was never finished",
-            path=path, offset=offset, expected=TRAILER_MAGIC, found=raw[:8],
-        )  # fmt: skip
-    check = _U64.unpack_from(raw, _TRAILER_CHECK_AT)[0]
-    found = xxh3(raw[:_TRAILER_CHECK_AT])
-    if check != found:
-        at = offset + _TRAILER_CHECK_AT
-        raise FormatError("trailer checksum", path=path, offset=at, expected=hex(check), found=hex(found))
+    place = Place(path, offset)
+    whole = len(raw) == TRAILER_SIZE and raw[:8] == TRAILER_MAGIC
+    place.require(whole, "no trailer: the file is truncated or unfinished", 0, TRAILER_MAGIC, raw[:8])
+    _check_sum(raw, _TRAILER_CHECK_AT, "trailer", place)
     trailer = Trailer(*_TRAILER.unpack_from(raw)[1:])
-    end = trailer.index_offset + trailer.index_len
-    checks: list[tuple[bool, str, int, object, object]] = [
-        (trailer.trailer_offset == offset, "trailer offset", 56, offset, trailer.trailer_offset),
-        (
-            trailer.index_offset % SECTION_ALIGN == 0,
-            "index alignment",
-            8,
-            SECTION_ALIGN,
-            trailer.index_offset,
-        ),
-        (align(end, BLOCK_ALIGN) == offset, "index does not end at the trailer", 16, offset, end),
-        (trailer.prev_trailer < offset, "previous trailer offset", 64, f"< {offset}", trailer.prev_trailer),
-    ]
-    for ok, what, at, expected, value in checks:
-        if not ok:
-            raise FormatError(what, path=path, offset=offset + at, expected=expected, found=value)
+    start, end = trailer.index_offset, trailer.index_offset + trailer.index_len
+    place.require(start % SECTION_ALIGN == 0, "index alignment", 8, f"a multiple of {SECTION_ALIGN}", start)
+    place.require(align(end, BLOCK_ALIGN) == offset, "end of the index", 16, f"at the trailer, {offset}", end)
+    own, previous = trailer.trailer_offset, trailer.prev_trailer
+    place.require(own == offset, "trailer offset", 56, offset, own)
+    before = previous == 0 or previous + TRAILER_SIZE <= start
+    place.require(before, "previous trailer offset", 64, f"0 or <= {start - TRAILER_SIZE}", previous)
     return trailer
 
 

@@ -13,10 +13,11 @@ import numpy.typing as npt
 
 from lf_format import _layout as lay
 from lf_format._codecs import RAW, decode
-from lf_format._errors import FormatError
-from lf_format._index import Index, PlaneMap, check_index, parse_index, plane_maps
+from lf_format._errors import FormatError, Place
+from lf_format._index import PlaneMap, plane_maps
+from lf_format._open import load, read_exact
 from lf_format._records import Record, record_hash
-from lf_format._schema import Field, Schema, TokenizerInfo, parse_schema
+from lf_format._schema import Field, TokenizerInfo
 
 Array = npt.NDArray[Any]
 
@@ -36,98 +37,10 @@ class Extents:
     hash: npt.NDArray[np.uint32]
 
 
-@dataclass(frozen=True)
-class Opened:
-    """The checked metadata of a file."""
-
-    header: lay.Header
-    schema: Schema
-    trailer: lay.Trailer
-    index: Index
-
-
-def read_exact(fd: int, size: int, offset: int, path: str) -> bytes:
-    """`size` bytes at `offset`; FormatError when the file ends before. Callers bound `size` by the file length."""
-    parts = []
-    at, end = offset, offset + size
-    while at < end:
-        part = os.pread(fd, end - at, at)
-        if not part:
-            raise FormatError(
-                "file ends too early", path=path, offset=at, expected=f"{end - at} more bytes", found=0
-            )
-        parts.append(part)
-        at += len(part)
-    return parts[0] if len(parts) == 1 else b"".join(parts)
-
-
-def load(fd: int, path: str) -> Opened:
-    """Reads and checks header, schema, trailer and index. FormatError naming path, offset, expected and found."""
-    size = os.fstat(fd).st_size
-    least = lay.HEADER_SIZE + lay.SECTION_ALIGN + lay.TRAILER_SIZE
-    raw = read_exact(fd, min(size, lay.HEADER_SIZE), 0, path)
-    header = lay.parse_header(raw, path)
-    if size < least:
-        raise FormatError(
-            "file is truncated", path=path, offset=size, expected=f">= {least} bytes", found=size
-        )
-    at = size - lay.TRAILER_SIZE
-    trailer = lay.parse_trailer(read_exact(fd, lay.TRAILER_SIZE, at, path), path, at)
-    schema_raw = _hashed(
-        fd, header.schema_offset, header.schema_len, header.schema_hash, "schema", size, path
-    )
-    schema = parse_schema(schema_raw, header.vocab_size, path, header.schema_offset)
-    index_raw = _hashed(fd, trailer.index_offset, trailer.index_len, trailer.index_hash, "index", size, path)
-    index = parse_index(index_raw, path, trailer.index_offset)
-    _check_totals(raw, header, trailer, index, path)
-    check_index(index, schema, header.vocab_size, (header.data_offset, trailer.index_offset), path)
-    return Opened(header, schema, trailer, index)
-
-
-def _hashed(fd: int, offset: int, length: int, digest: int, what: str, size: int, path: str) -> bytes:
-    if offset + length > size:
-        raise FormatError(
-            f"{what} ends beyond the file",
-            path=path,
-            offset=offset,
-            expected=f"<= {size}",
-            found=offset + length,
-        )
-    try:
-        raw = read_exact(fd, length, offset, path)
-    except MemoryError:
-        raise FormatError(
-            f"{what} does not fit into memory", path=path, offset=offset, found=length
-        ) from None
-    found = lay.xxh3(raw)
-    if found != digest:
-        raise FormatError(f"{what} hash", path=path, offset=offset, expected=hex(digest), found=hex(found))
-    return raw
-
-
-def _check_totals(raw: bytes, header: lay.Header, trailer: lay.Trailer, index: Index, path: str) -> None:
-    tokens = int(index.lengths.sum(dtype=np.int64))
-    root = lay.root_hash(raw, index.block_hash.tobytes(), trailer.index_hash)
-    if trailer.index_offset < header.data_offset:
-        raise FormatError(
-            "index offset", path=path, expected=f">= {header.data_offset}", found=trailer.index_offset
-        )
-    for what, at, expected, found in (
-        ("record count", 32, trailer.n_records, len(index.lengths)),
-        ("token count", 40, trailer.n_tokens, tokens),
-        ("block count", 48, trailer.n_blocks, len(index.block_count)),
-        ("root hash", 72, hex(trailer.root_hash), hex(root)),
-    ):
-        if expected != found:
-            raise FormatError(
-                what, path=path, offset=trailer.trailer_offset + at, expected=expected, found=found
-            )
-
-
 class Reader:
-    """Random access to one file. Safe for several threads (reads by offset only) and after fork; pickles by path.
+    """Random access to one file. Safe for several threads and after fork (it reads by offset); pickles by path.
 
-    Opening checks header, schema, trailer and index; `record` checks the bytes it returns; `verify` checks all.
+    Opening checks header, schema, trailer and index; `record` checks what it returns; `verify` checks all.
 
     Attributes:
         path: as given.
@@ -139,6 +52,8 @@ class Reader:
         fingerprint: 16 hex digits over schema, vocabulary, tokenizer and all content.
         lengths: tokens per record, uint32[n], read-only.
         flags: bit 0 starts, bit 1 ends a document, uint8[n], read-only.
+        codecs_raw: True when every block is raw, so that `extents` covers every record.
+        opened: header, schema, trailer and index as parsed, for tools.
 
     Raises:
         FormatError: when the file is not a complete, consistent .loongbin.
@@ -216,16 +131,7 @@ class Reader:
 
     def _assemble(self, i: int, parts: list[npt.NDArray[np.uint8]]) -> Record:
         tokens = parts[0].view(self.token_dtype)
-        if int(tokens.max()) >= self.vocab_size:
-            at = int((tokens >= self.vocab_size).argmax())
-            raise FormatError(
-                "token id",
-                path=self.path,
-                record=i,
-                position=at,
-                expected=f"< {self.vocab_size}",
-                found=int(tokens[at]),
-            )
+        self._check_ids(i, tokens, self.vocab_size)
         mask = None
         if len(parts) > 1:
             bits = np.unpackbits(parts[1], bitorder="little")
@@ -262,7 +168,7 @@ class Reader:
         return out
 
     def block_payload(self, block: int) -> bytes:
-        """Decoded payload of block `block`, hash checked; the last one is kept, since neighbours are often read next."""
+        """Decoded payload of block `block`, hash checked. The last one is kept: its records come in runs."""
         cached, payload = self._decoded
         if cached == block:
             return payload
@@ -278,7 +184,7 @@ class Reader:
         return payload
 
     def extents(self, ids: object, field: str = "tokens") -> Extents:
-        """File positions of one field of the records `ids` (integers, shape [n]), for readers that do their own I/O.
+        """File positions of one field of the records `ids` (integers, shape [n]), for engines with own I/O.
 
         Raises:
             FormatError: for a block that is not raw, an unknown field, ids that are not integers.
@@ -290,15 +196,11 @@ class Reader:
         rows = self._checked_ids(ids)
         index, plane = self.opened.index, self._maps[names.index(field)]
         block = np.searchsorted(self._first, rows, "right") - 1
-        packed = index.block_codec[block] != RAW
-        if packed.any():
-            at = int(block[int(packed.argmax())])
-            raise FormatError(
-                "extents need raw blocks",
-                path=self.path,
-                offset=self._payload_at(at),
-                expected="codec 0",
-                found=f"codec {index.block_codec[at]}",
+        packed = block[index.block_codec[block] != RAW]
+        if len(packed):
+            place = Place(self.path, self._payload_at(int(packed[0])))
+            place.require(
+                False, "extents need raw blocks", 0, "codec raw", f"codec {index.block_codec[packed[0]]}"
             )
         inside = plane.plane[block] + plane.within[rows] - plane.within[self._first[block]]
         offset = index.block_offset[block] + (inside + lay.BLOCK_HEADER_SIZE).astype(np.uint64)
@@ -326,22 +228,20 @@ class Reader:
         return int(maxima.max()) if len(maxima) else -1
 
     def check_vocab(self, vocab_size: int) -> None:
-        """FormatError naming file, record and id of the first id >= `vocab_size`; only suspect blocks are read."""
+        """FormatError naming file, record and id of the first id >= `vocab_size`; reads only suspect blocks."""
         for block in np.flatnonzero(self.opened.index.block_max_id >= vocab_size).tolist():
             for i in range(int(self._first[block]), int(self._first[block + 1])):
-                tokens = self.record(i).tokens
-                if int(tokens.max()) >= vocab_size:
-                    at = int((tokens >= vocab_size).argmax())
-                    raise FormatError(
-                        "token id outside the vocabulary",
-                        path=self.path, record=i, position=at, expected=f"< {vocab_size}", found=int(tokens[at]),
-                    )  # fmt: skip
+                self._check_ids(i, self.record(i).tokens, vocab_size)
+            place = Place(self.path, self.opened.trailer.index_offset)
+            place.require(False, f"largest id of block {block}", 0, f">= {vocab_size} in a record", "none")
+
+    def _check_ids(self, i: int, tokens: Array, vocab_size: int) -> None:
+        if int(tokens.max()) >= vocab_size:
+            at = int((tokens >= vocab_size).argmax())
             raise FormatError(
-                f"largest id of block {block} in the index",
-                path=self.path,
-                expected="an id of the block",
-                found="none",
-            )
+                "token id outside the vocabulary",
+                path=self.path, record=i, position=at, expected=f"< {vocab_size}", found=int(tokens[at]),
+            )  # fmt: skip
 
     def __enter__(self) -> Reader:
         return self

@@ -42,10 +42,10 @@ def record_hash(field_bytes: Iterable[bytes | memoryview]) -> int:
 def check_tokens(
     tokens: object, vocab_size: int, longest: int, dtype: np.dtype[Any], document: object
 ) -> Array:
-    """`tokens` as a contiguous array of `dtype`; InputError naming document and position when that would change them."""
+    """`tokens` as a contiguous array of `dtype`; InputError naming document and position otherwise."""
     ids = _as_array(tokens, document, "token ids")
     if ids.dtype.kind not in "iu":
-        raise _not_integers(ids, document)
+        raise _not_integers(tokens, ids, document)
     if ids.ndim != 1:
         raise InputError(
             "token ids must be one-dimensional", document=document, expected="shape [n]", found=ids.shape
@@ -65,7 +65,7 @@ def check_tokens(
 
 
 def check_mask(mask: object, length: int, document: object) -> Array:
-    """`mask` as bool[length]; InputError unless it is booleans or 0/1 integers of that shape. None = all true."""
+    """`mask` as bool[length], None = all true; InputError unless booleans or 0/1 of that shape."""
     if mask is None:
         return np.ones(length, bool)
     values = _as_array(mask, document, "loss mask")
@@ -98,12 +98,16 @@ def _as_array(values: object, document: object, what: str) -> Array:
         raise InputError(f"{what} cannot be read as an array: {error}", document=document) from None
 
 
-def _not_integers(ids: Array, document: object) -> InputError:
-    flat = ids.reshape(-1).tolist()
-    at = next((i for i, v in enumerate(flat) if not isinstance(v, int) or isinstance(v, bool)), 0)
+def _not_integers(given: object, ids: Array, document: object) -> InputError:
+    flat = list(given) if isinstance(given, (list, tuple)) else ids.reshape(-1).tolist()
+    at = next((i for i, v in enumerate(flat) if not _is_id(v)), 0)
     if not flat:
         return InputError("a record must not be empty", document=document, expected=">= 1 token", found=0)
     return InputError(
         f"token ids must be integers, not {ids.dtype}",
         document=document, position=at, expected="an integer", found=repr(flat[at])[:60],
     )  # fmt: skip
+
+
+def _is_id(value: object) -> bool:
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < 1 << 63

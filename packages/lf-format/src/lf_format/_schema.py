@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -14,7 +15,8 @@ from lf_format._layout import MAX_RECORD_TOKENS, MAX_VOCAB
 
 SCHEMA_VERSION = 1
 MAX_BUCKETS = 65_535
-TOKEN_DTYPES = {"uint8": np.dtype("u1"), "uint16": np.dtype("<u2"), "uint32": np.dtype("<u4")}
+_WIDTHS = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
+TOKEN_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _WIDTHS.items()}
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,8 @@ class TokenizerInfo:
 
     Attributes:
         name: for people, at most 256 bytes.
-        hash: hex digest of the tokenizer's canonical content, at most 120 bytes; ids are only comparable when it is equal.
+        hash: hex digest of the tokenizer's canonical content, at most 120 bytes; ids mean the same only
+            where it is equal.
     """
 
     name: str
@@ -47,7 +50,7 @@ class Field:
     role: str
 
     def nbytes(self, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Bytes that records of `lengths` tokens (any integer dtype, shape [n]) take in this field: int64[n]."""
+        """Bytes that records of `lengths` tokens (integers, shape [n]) take in this field: int64[n]."""
         wide = lengths.astype(np.int64)
         return (wide + 7) // 8 if self.kind == "bits" else wide * TOKEN_DTYPES[self.dtype].itemsize
 
@@ -70,7 +73,7 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """Fields in payload order and bucket edges (a record of length L lies in the first bucket whose edge is >= L)."""
+    """Fields in payload order, and bucket edges: a record lies in the first bucket whose edge holds it."""
 
     fields: tuple[Field, ...]
     buckets: tuple[int, ...]
@@ -106,7 +109,7 @@ class Schema:
             raise FormatError(
                 "bucket edges", expected=f"integers in 1..{MAX_RECORD_TOKENS}", found=_clip(edges)
             )
-        if any(a >= b for a, b in zip(edges, edges[1:], strict=False)):
+        if any(a >= b for a, b in itertools.pairwise(edges)):
             raise FormatError(
                 "bucket edges must increase", expected="strictly increasing", found=_clip(edges)
             )

@@ -168,6 +168,11 @@ class Writer:
             _creator(),
         )
 
+    @property
+    def buckets(self) -> tuple[int, ...]:
+        """Bucket edges in tokens."""
+        return self._schema.buckets
+
     def append(
         self,
         tokens: object,
@@ -208,7 +213,8 @@ class Writer:
     def close(self) -> WriteReport:
         """Finishes the file and gives it its final name; the same report again when called twice."""
         if self._report is None:
-            self.seal()
+            if not self._sealed:
+                self.seal()
             self.publish()
         assert self._report is not None
         return self._report

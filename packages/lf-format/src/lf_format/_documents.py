@@ -1,0 +1,99 @@
+"""Input documents: which files, and what is in them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy.typing as npt
+
+from lf_format._errors import InputError
+from lf_format._npz import npz_documents
+
+Inputs = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
+
+
+@dataclass(frozen=True)
+class Document:
+    """Text still to be tokenized, or ids (integers, shape [n]) with an optional loss mask of the same shape."""
+
+    name: str
+    text: str | None = None
+    ids: npt.NDArray[Any] | None = None
+    loss_mask: npt.NDArray[Any] | None = None
+
+
+def input_files(inputs: Inputs) -> list[Path]:
+    """Files of `inputs` in order; a directory stands for its files by sorted path, hidden ones excepted.
+
+    Raises:
+        InputError: for a path that does not exist, or when nothing is found.
+    """
+    paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
+    files: list[Path] = []
+    for path in map(Path, paths):
+        if path.is_dir():
+            files += sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+        elif path.exists():
+            files.append(path)
+        else:
+            raise InputError("no such input", path=path)
+    if not files:
+        raise InputError(
+            "no input files", expected=">= 1 file", found=", ".join(map(str, paths)) or "nothing"
+        )
+    return files
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def file_documents(files: Iterable[Path], text_key: str) -> Iterator[Document]:
+    """Documents of .jsonl (one a line, its `text_key`), .npz (one a row) and any other file as UTF-8 text."""
+    for path in files:
+        if path.suffix == ".jsonl":
+            yield from _jsonl(path, text_key)
+        elif path.suffix == ".npz":
+            for name, ids, mask in npz_documents(path):
+                yield Document(name, ids=ids, loss_mask=mask)
+        else:
+            yield Document(str(path), text=_decoded(path.read_bytes(), path, str(path)))
+
+
+def _decoded(raw: bytes, path: Path, name: str, offset: int = 0) -> str:
+    try:
+        return raw.decode("utf-8")
+    except UnicodeDecodeError as error:
+        at = offset + error.start
+        raise InputError(
+            "not UTF-8 text", path=path, document=name, offset=at, found=hex(raw[error.start])
+        ) from None
+
+
+def _jsonl(path: Path, text_key: str) -> Iterator[Document]:
+    offset = 0
+    with path.open("rb") as lines:
+        for number, raw in enumerate(lines, 1):
+            if raw.strip():
+                name = f"{path}:{number}"
+                yield Document(name, text=_json_text(_decoded(raw, path, name, offset), name, text_key))
+            offset += len(raw)
+
+
+def _json_text(line: str, name: str, text_key: str) -> str:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}", document=name) from None
+    text = value.get(text_key) if isinstance(value, dict) else None
+    if not isinstance(text, str):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise InputError(
+            "no text in this line", document=name, expected=f'an object with "{text_key}"', found=found
+        )
+    return text

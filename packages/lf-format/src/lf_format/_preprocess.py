@@ -1,0 +1,336 @@
+"""Documents in, train.loongbin and eval.loongbin out."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+import numpy as np
+import numpy.typing as npt
+
+from lf_format._atomic import sync_directory
+from lf_format._documents import Document, Inputs, file_documents, input_files
+from lf_format._encode import Encoded, encoded
+from lf_format._errors import FormatError, InputError
+from lf_format._layout import MAX_RECORD_TOKENS
+from lf_format._npz import largest_id, npz_members
+from lf_format._records import check_mask, check_tokens
+from lf_format._schema import TOKEN_DTYPES, TokenizerInfo, token_dtype
+from lf_format._split import bucket_edges, choose_eval, document_key, pieces
+from lf_format._spool import Spool
+from lf_format._tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
+from lf_format._writer import Writer, WriteReport
+
+DEFAULT_MAX_LEN = 2048
+Progress = Callable[[int, int], None]
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class PreprocessReport:
+    """What was written, and what was not.
+
+    Attributes:
+        train: report of train.loongbin.
+        eval: report of eval.loongbin, None when nothing was held out.
+        documents: documents stored; eval_documents of them in eval.loongbin.
+        split_documents: documents longer than max_len, stored as several records with boundary flags.
+        tokens: stored tokens, all files.
+        records: stored records, all files.
+        empty: (name, reason) of every document without a token; nothing else is ever skipped.
+        buckets: bucket edges.
+        vocab_size: of the files.
+        tokenizer: of the files.
+        notes: automatic choices and their reasons.
+    """
+
+    train: WriteReport
+    eval: WriteReport | None
+    documents: int
+    eval_documents: int
+    split_documents: int
+    tokens: int
+    records: int
+    empty: tuple[tuple[str, str], ...]
+    buckets: tuple[int, ...]
+    vocab_size: int
+    tokenizer: TokenizerInfo
+    notes: tuple[str, ...]
+
+
+class OptionKeys(TypedDict, total=False):
+    """Keyword arguments that `preprocess` and `preprocess_documents` share."""
+
+    tokenizer: str | os.PathLike[str] | None
+    buckets: Iterable[int] | None
+    bucket_size: int | None
+    min_len: int | None
+    max_len: int | None
+    eval_fraction: float
+    seed: int
+    num_workers: int
+    zstd_level: int | None
+    progress: Progress | None
+
+
+@dataclass(frozen=True)
+class _Options:
+    """The same, with defaults; checked when made."""
+
+    tokenizer: str | os.PathLike[str] | None = None
+    buckets: Iterable[int] | None = None
+    bucket_size: int | None = None
+    min_len: int | None = None
+    max_len: int | None = None
+    eval_fraction: float = 0.0
+    seed: int = 0
+    num_workers: int = 1
+    zstd_level: int | None = None
+    progress: Progress | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.eval_fraction < 1:
+            raise FormatError("eval_fraction", expected="0 <= fraction < 1", found=self.eval_fraction)
+        if self.num_workers < 1:
+            raise FormatError("num_workers", expected=">= 1", found=self.num_workers)
+        if self.zstd_level is not None and not 1 <= self.zstd_level <= 22:
+            raise FormatError("zstd_level", expected="1..22", found=self.zstd_level)
+
+    def edges(self) -> tuple[int, ...]:
+        derived = (self.bucket_size, self.min_len, self.max_len)
+        if self.buckets is None:
+            longest = DEFAULT_MAX_LEN if self.max_len is None else self.max_len
+            return bucket_edges(longest, self.min_len, self.bucket_size)
+        if derived != (None, None, None):
+            raise FormatError("buckets exclude bucket_size, min_len and max_len", found=derived)
+        return tuple(self.buckets)
+
+
+@dataclass(frozen=True)
+class _Vocabulary:
+    """Where ids come from and which are valid."""
+
+    tokenizer: Tokenizer
+    info: TokenizerInfo
+    size: int
+    note: str | None = None
+
+
+@dataclass(frozen=True)
+class _Job:
+    """Everything decided before the first document is read."""
+
+    output_dir: Path
+    options: _Options
+    vocabulary: _Vocabulary
+    buckets: tuple[int, ...]
+    loss_mask: bool
+
+    @property
+    def dtype(self) -> np.dtype[Any]:
+        return TOKEN_DTYPES[token_dtype(self.vocabulary.size)]
+
+    def writer(self, split: str) -> Writer:
+        level = self.options.zstd_level
+        return Writer(
+            self.output_dir / f"{split}.loongbin",
+            vocab_size=self.vocabulary.size,
+            tokenizer=self.vocabulary.info,
+            buckets=self.buckets,
+            loss_mask=self.loss_mask,
+            codec="raw" if level is None else "zstd",
+            zstd_level=level or 3,
+        )
+
+
+@dataclass
+class _Tally:
+    documents: int = 0
+    split: int = 0
+    tokens: int = 0
+    held_out: int = 0
+    empty: list[tuple[str, str]] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+def preprocess(
+    inputs: Inputs,
+    output_dir: str | os.PathLike[str],
+    *,
+    text_key: str = "text",
+    vocab_size: int | None = None,
+    **options: Unpack[OptionKeys],
+) -> PreprocessReport:
+    """Packs files into output_dir/train.loongbin and, with `eval_fraction`, output_dir/eval.loongbin.
+
+    Args:
+        inputs: files or directories: .jsonl (one document a line), .npz (tokenized), any other file is one
+            UTF-8 document.
+        output_dir: made when missing; earlier outputs in it are replaced at the end.
+        text_key: key of the text in .jsonl lines.
+        vocab_size: for .npz input without a tokenizer; otherwise the tokenizer's.
+        tokenizer: "bytes" (default for text) or the path of a tokenizer.json.
+        buckets: bucket edges in tokens, or `bucket_size`, `min_len`, `max_len` to derive them (bucket_edges).
+        max_len: longest record, default 2048; longer documents are split, never cut.
+        eval_fraction: held-out share of the tokens: whole documents chosen by a hash of (seed, content).
+            Of a single document the tail is held out, which the report notes.
+        num_workers: tokenizing processes (spawned); 1 = this process.
+        zstd_level: 1..22; None (default) = raw blocks.
+        progress: called with (documents, tokens) after every document.
+
+    Raises:
+        InputError: naming document and position. FormatError: for the arguments. WorkerError: when a process
+            died. OSError. No new file has a final name then.
+    """
+    files, chosen = input_files(inputs), _Options(**options)
+    tokenized = [f for f in files if f.suffix == ".npz"]
+    only_ids = chosen.tokenizer is None and len(tokenized) == len(files)
+    vocabulary = _of_ids(tokenized, vocab_size) if only_ids else _of_tokenizer(chosen, vocab_size)
+    masks = any("loss_mask" in npz_members(f) for f in tokenized)
+    return _run(
+        file_documents(files, text_key), _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks)
+    )
+
+
+def preprocess_documents(
+    documents: Iterable[tuple[str, str]],
+    output_dir: str | os.PathLike[str],
+    **options: Unpack[OptionKeys],
+) -> PreprocessReport:
+    """`preprocess` for (name, text) pairs in memory; consumed once, lazily. Options and errors as there."""
+    chosen = _Options(**options)
+    job = _Job(Path(output_dir), chosen, _of_tokenizer(chosen, None), chosen.edges(), False)
+    return _run((Document(name, text=text) for name, text in documents), job)
+
+
+def _of_tokenizer(options: _Options, vocab_size: int | None) -> _Vocabulary:
+    tokenizer = load_tokenizer("bytes" if options.tokenizer is None else options.tokenizer)
+    if vocab_size not in (None, tokenizer.vocab_size):
+        raise FormatError(
+            "vocab_size is not that of the tokenizer", expected=tokenizer.vocab_size, found=vocab_size
+        )
+    return _Vocabulary(tokenizer, tokenizer.info, tokenizer.vocab_size)
+
+
+def _of_ids(files: list[Path], vocab_size: int | None) -> _Vocabulary:
+    """Tokenized input says nothing about its tokenizer."""
+    note = None
+    if vocab_size is None:
+        vocab_size = max(max(map(largest_id, files)) + 1, 1)
+        note = f"vocabulary size {vocab_size} is the largest id + 1; vocab_size fixes it"
+    return _Vocabulary(ByteTokenizer(), TokenizerInfo("unknown", ""), vocab_size, note)
+
+
+def _run(documents: Iterable[Document], job: _Job) -> PreprocessReport:
+    job.output_dir.mkdir(parents=True, exist_ok=True)
+    note = job.vocabulary.note
+    tally = _Tally(notes=[] if note is None else [note])
+    checked = _checked(encoded(documents, job.vocabulary.tokenizer, job.options.num_workers), job, tally)
+    with ExitStack() as stack:
+        writers = {"train": _opened(stack, job, "train")}
+        if job.options.eval_fraction == 0:
+            for _, ids, mask in checked:
+                _store(writers["train"], ids, mask, tally)
+        else:
+            writers["eval"] = _opened(stack, job, "eval")
+            _hold_out(checked, writers, job, tally)
+        if tally.documents == 0:
+            raise InputError(
+                "no document with a token", expected=">= 1", found=f"{len(tally.empty)} empty documents"
+            )
+        reports = _publish(writers, job.output_dir)
+    return _report(reports, job, tally)
+
+
+def _opened(stack: ExitStack, job: _Job, split: str) -> Writer:
+    """A writer whose temporary file goes when the stack is left, unless it was published."""
+    writer = job.writer(split)
+    stack.callback(writer.abort)
+    return writer
+
+
+def _checked(documents: Iterator[Encoded], job: _Job, tally: _Tally) -> Iterator[Encoded]:
+    """Drops empty documents into the tally; the rest as ids of the stored dtype."""
+    for name, ids, mask in documents:
+        if len(ids) == 0:
+            tally.empty.append((name, "no tokens"))
+            continue
+        # Whole documents are checked, so that an error names the position in the document, not in a piece.
+        narrow = check_tokens(ids, job.vocabulary.size, MAX_RECORD_TOKENS, job.dtype, name)
+        tally.documents += 1
+        tally.tokens += len(narrow)
+        yield name, narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None
+        if job.options.progress is not None:
+            job.options.progress(tally.documents, tally.tokens)
+
+
+def _store(writer: Writer, ids: Array, mask: Array | None, tally: _Tally) -> None:
+    parts = pieces(len(ids), writer.buckets[-1])
+    tally.split += len(parts) > 1
+    for start, end in parts:
+        part = None if mask is None else mask[start:end]
+        writer.append(ids[start:end], part, document_start=start == 0, document_end=end == len(ids))
+
+
+def _hold_out(documents: Iterator[Encoded], writers: dict[str, Writer], job: _Job, tally: _Tally) -> None:
+    """Tokenizes once into a spool, then chooses: an exact share needs the total, which only the end knows."""
+    with tempfile.TemporaryFile(dir=job.output_dir) as file:
+        spool = Spool(file, job.dtype, job.loss_mask)
+        keys = []
+        for _, ids, mask in documents:
+            spool.add(ids, mask)
+            keys.append(document_key(job.options.seed, ids.tobytes()))
+        if len(keys) == 1:
+            _hold_out_tail(*spool.get(0), writers, job, tally)
+            return
+        held = choose_eval(keys, spool.lengths(), job.options.eval_fraction)
+        tally.held_out = int(held.sum())
+        for i in range(len(keys)):
+            _store(writers["eval" if held[i] else "train"], *spool.get(i), tally)
+
+
+def _hold_out_tail(
+    ids: Array, mask: Array | None, writers: dict[str, Writer], job: _Job, tally: _Tally
+) -> None:
+    """One document cannot be divided by documents: its tail is held out, and the report says so."""
+    cut = len(ids) - max(int(np.ceil(job.options.eval_fraction * len(ids))), 1)
+    if cut < 1:
+        raise InputError(
+            "one document of one token cannot be divided", expected=">= 2 tokens", found=len(ids)
+        )
+    tally.notes.append(f"there is one document: its last {len(ids) - cut} of {len(ids)} tokens are held out")
+    for split, part in (("train", slice(0, cut)), ("eval", slice(cut, None))):
+        _store(writers[split], ids[part], None if mask is None else mask[part], tally)
+    tally.held_out = 1
+
+
+def _publish(writers: dict[str, Writer], output_dir: Path) -> dict[str, WriteReport]:
+    """Both files complete and durable first; then old outputs go, so that old and new never stand side by side."""
+    for writer in writers.values():
+        writer.seal()
+    for split in ("train", "eval"):
+        (output_dir / f"{split}.loongbin").unlink(missing_ok=True)
+    sync_directory(output_dir)
+    return {split: writers[split].close() for split in reversed(writers)}
+
+
+def _report(reports: dict[str, WriteReport], job: _Job, tally: _Tally) -> PreprocessReport:
+    return PreprocessReport(
+        train=reports["train"],
+        eval=reports.get("eval"),
+        documents=tally.documents,
+        eval_documents=tally.held_out,
+        split_documents=tally.split,
+        tokens=sum(r.tokens for r in reports.values()),
+        records=sum(r.records for r in reports.values()),
+        empty=tuple(tally.empty),
+        buckets=job.buckets,
+        vocab_size=job.vocabulary.size,
+        tokenizer=job.vocabulary.info,
+        notes=tuple(tally.notes),
+    )
