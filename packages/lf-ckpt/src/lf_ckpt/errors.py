@@ -1,0 +1,98 @@
+"""Everything this package raises on purpose derives from `CkptError` and carries its data as attributes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CkptError(Exception):
+    """Base of all errors of lf-ckpt; the message says what to do."""
+
+
+class UnsupportedError(CkptError):
+    """A tensor or item that this version cannot store or create (sparse, meta, quantised, not JSON ...)."""
+
+
+class CorruptError(CkptError):
+    """Bytes on disk are not those that were written.
+
+    Attributes:
+        path: file that holds the bad bytes.
+        reason: what is wrong, in words.
+        tensor: name of the tensor or item hit, when it is known.
+        extent: number of the extent in its file, when it is known.
+        offset: byte offset in the file, when it is known.
+        expected, found: the two values that differ, printable.
+    """
+
+    def __init__(
+        self,
+        path: str,
+        reason: str,
+        *,
+        tensor: str | None = None,
+        extent: int | None = None,
+        offset: int | None = None,
+        expected: object = None,
+        found: object = None,
+    ) -> None:
+        self.path, self.reason, self.tensor = path, reason, tensor
+        self.extent, self.offset, self.expected, self.found = extent, offset, expected, found
+        known = [
+            ("tensor", tensor),
+            ("extent", extent),
+            ("offset", offset),
+            ("expected", expected),
+            ("found", found),
+        ]
+        detail = ", ".join(f"{key} {value}" for key, value in known if value is not None)
+        super().__init__(f"{path}: {reason}" + (f" ({detail})" if detail else ""))
+
+
+class DiskFullError(CkptError):
+    """The store's file system (or a quota or file-size limit) is full.
+
+    Attributes: `path`; `needed`, bytes still to be written at most; `free`, bytes free when it failed.
+    """
+
+    def __init__(self, path: str, needed: int, free: int) -> None:
+        self.path, self.needed, self.free = path, needed, free
+        super().__init__(
+            f"{path}: no space for the checkpoint: up to {needed} bytes still to write, {free} free; "
+            "earlier steps are intact, free space or lower `keep`, then save again"
+        )
+
+
+class LockedError(CkptError):
+    """Another writer holds the store. Attributes: `path` of the lock file and `owner`, its record."""
+
+    def __init__(self, path: str, owner: str, advice: str) -> None:
+        self.path, self.owner = path, owner
+        super().__init__(f"{path}: the store has a writer already: {owner}; {advice}")
+
+
+class NoCheckpointError(CkptError):
+    """No step can be loaded. `fallbacks` lists (step, reason) of each one that was tried."""
+
+    def __init__(self, path: str, fallbacks: Sequence[tuple[int, str]], wanted: str = "") -> None:
+        self.path, self.fallbacks = path, tuple(fallbacks)
+        tried = "; ".join(f"step {step}: {reason}" for step, reason in self.fallbacks)
+        super().__init__(
+            f"{path}: no {wanted or 'loadable checkpoint'}" + (f"; tried {tried}" if tried else "")
+        )
+
+
+class MismatchError(CkptError):
+    """The checkpoint and the receiving tensors differ; nothing was written into them.
+
+    Attributes: `missing` (wanted, not saved), `unexpected` (saved, not wanted), `mismatched` ("name: saved -> wanted").
+    """
+
+    def __init__(self, missing: Sequence[str], unexpected: Sequence[str], mismatched: Sequence[str]) -> None:
+        self.missing, self.unexpected, self.mismatched = tuple(missing), tuple(unexpected), tuple(mismatched)
+        parts = [
+            f"{title}: {', '.join(names[:8])}{' ...' if len(names) > 8 else ''}"
+            for title, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
+            if names
+        ]
+        super().__init__("checkpoint does not fit; " + "; ".join(parts) + " (strict=False takes what fits)")

@@ -1,0 +1,261 @@
+"""The manifest of one step: what the data files hold, by name. Pure: dataclasses to canonical JSON and back.
+
+`{"body": {...}, "root": "<sha256 of the canonical body>"}`. The body holds the hash of every index, an index the hash
+of every extent: the root stands for the whole step.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeGuard
+
+from .dtypes import ITEM_SIZE
+from .errors import CorruptError
+from .jsonio import Json, canonical, decode_item, encode_item, parse_canonical
+
+MANIFEST_LIMIT: Final = 256 << 20  # bytes; 100,000 tensors take about 20 MB
+_FORMAT: Final = "lfckpt"
+_VERSION: Final = [1, 0]
+_FILE_NAME: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.lfckpt")
+_DIR_NAME: Final = re.compile(r"(0|[1-9][0-9]{0,17})(?:\.([1-9][0-9]{0,5}))?")
+_HEX: Final = re.compile(r"[0-9a-f]*")
+
+
+@dataclass(frozen=True)
+class DataFile:
+    """One `.lfckpt`: its length in bytes, its number of extents and the xxh3-128 of its index (hex)."""
+
+    name: str
+    size: int
+    extents: int
+    index_hash: str
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A stream of bytes in a data file: extents `first .. first + count - 1` of `files[file]`."""
+
+    file: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """A tensor by name: dtype name, shape, and where its row-major bytes are."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    placed: Placed
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes."""
+        return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+
+
+@dataclass(frozen=True)
+class BlobEntry:
+    """A bytes item: its length and where it is."""
+
+    name: str
+    nbytes: int
+    placed: Placed
+
+
+@dataclass(frozen=True)
+class Parent:
+    """The step whose extents a delta refers to: directory name and root hash (hex)."""
+
+    folder: str
+    root: str
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """Everything about a step but the bytes. `root` is "" until `dump` or `parse` has fixed it."""
+
+    store: str
+    step: int
+    folder: str
+    created: int
+    parent: Parent | None
+    files: tuple[DataFile, ...]
+    tensors: tuple[TensorEntry, ...]
+    aliases: dict[str, str]
+    blobs: tuple[BlobEntry, ...]
+    items: dict[str, Json]
+    versions: dict[str, str]
+    root: str = field(default="", compare=False)
+
+    def streams(self) -> Iterator[tuple[int, TensorEntry | BlobEntry]]:
+        """Streams by number: tensors in their order, then bytes items."""
+        return enumerate((*self.tensors, *self.blobs))
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all tensors and bytes items, aliases counted once."""
+        return sum(entry.nbytes for _, entry in self.streams())
+
+
+def parse_folder(name: str) -> tuple[int, int] | None:
+    """(step, attempt) of the name of a step directory; None for any other name."""
+    found = _DIR_NAME.fullmatch(name)
+    return (int(found[1]), int(found[2] or 0)) if found else None
+
+
+def folder_name(step: int, attempt: int) -> str:
+    """Inverse of `parse_folder`."""
+    return f"{step}.{attempt}" if attempt else str(step)
+
+
+def is_data_file(name: str) -> bool:
+    """Whether a file name is that of a rank's data file."""
+    return _FILE_NAME.fullmatch(name) is not None
+
+
+def dump(manifest: Manifest) -> tuple[bytes, str]:
+    """File content and root hash."""
+    body = _body(manifest)
+    root = hashlib.sha256(canonical(body)).hexdigest()
+    return canonical({"body": body, "root": root}), root
+
+
+def parse(data: bytes, path: str) -> Manifest:
+    """Manifest in `data`; CorruptError for anything `dump` cannot have written."""
+    try:
+        document = parse_canonical(data)
+        if not isinstance(document, dict) or set(document) != {"body", "root"}:
+            raise ValueError("not a manifest")
+        root = hashlib.sha256(canonical(document["body"])).hexdigest()
+    except ValueError as error:
+        raise CorruptError(path, f"manifest cannot be read: {error}") from error
+    if root != document["root"]:
+        raise CorruptError(
+            path, "manifest root hash differs", expected=str(document["root"])[:64], found=root
+        )
+    try:
+        return _manifest(document["body"], root)
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise CorruptError(path, f"manifest is not valid: {type(error).__name__} {error}") from error
+
+
+def _body(m: Manifest) -> dict[str, Json]:
+    parent = None if m.parent is None else {"folder": m.parent.folder, "root": m.parent.root}
+    return {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "requires": [],
+        "store": m.store,
+        "step": m.step,
+        "folder": m.folder,
+        "created": m.created,
+        "parent": parent,
+        "files": [vars(f) for f in m.files],
+        "tensors": [
+            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "extents": _triple(t.placed)}
+            for t in m.tensors
+        ],
+        "aliases": m.aliases,
+        "blobs": [{"name": b.name, "nbytes": b.nbytes, "extents": _triple(b.placed)} for b in m.blobs],
+        "items": {name: encode_item(value, name) for name, value in m.items.items()},
+        "versions": m.versions,
+    }
+
+
+def _triple(placed: Placed) -> list[int]:
+    return [placed.file, placed.first, placed.count]
+
+
+def _manifest(body: dict[str, Any], root: str) -> Manifest:
+    _require(body["format"] == _FORMAT and body["version"][0] == _VERSION[0], "another format or version")
+    _require(body["requires"] == [], f"needs features {body['requires']}")
+    files = tuple(_file(f) for f in body["files"])
+    _require(len({f.name for f in files}) == len(files), "a file is listed twice")
+    parent = body["parent"]
+    manifest = Manifest(
+        store=_hex(body["store"], 32),
+        step=_count(body["step"]),
+        folder=_text(body["folder"]),
+        created=_count(body["created"]),
+        parent=None if parent is None else Parent(_folder(parent["folder"]), _hex(parent["root"], 64)),
+        files=files,
+        tensors=tuple(_tensor(t, files) for t in body["tensors"]),
+        aliases={_text(k): _text(v) for k, v in body["aliases"].items()},
+        blobs=tuple(
+            BlobEntry(_text(b["name"]), _count(b["nbytes"]), _placed(b["extents"], files))
+            for b in body["blobs"]
+        ),
+        items={_text(name): decode_item(value) for name, value in body["items"].items()},
+        versions={_text(k): _text(v) for k, v in body["versions"].items()},
+        root=root,
+    )
+    _check_names(manifest)
+    return manifest
+
+
+def _check_names(m: Manifest) -> None:
+    names = [t.name for t in m.tensors]
+    items = [*(b.name for b in m.blobs), *m.items]
+    _require(len(set(names) | set(m.aliases)) == len(names) + len(m.aliases), "a tensor is named twice")
+    _require(len(set(items)) == len(items), "an item is named twice")
+    _require(set(m.aliases.values()) <= set(names), "an alias names no tensor")
+    at = parse_folder(m.folder)
+    _require(at is not None and at[0] == m.step, "folder and step differ")
+    _require(m.parent is None or m.parent.folder != m.folder, "a step cannot be its own parent")
+
+
+def _file(value: dict[str, Any]) -> DataFile:
+    name = _text(value["name"])
+    _require(is_data_file(name), f"file name {name[:40]!r}")
+    return DataFile(name, _count(value["size"]), _count(value["extents"]), _hex(value["index_hash"], 32))
+
+
+def _tensor(value: dict[str, Any], files: Sequence[DataFile]) -> TensorEntry:
+    name, dtype, shape = _text(value["name"]), _text(value["dtype"]), value["shape"]
+    _require(dtype in ITEM_SIZE, f"dtype {dtype[:20]!r}")
+    _require(isinstance(shape, list) and len(shape) <= 64, "shape")
+    entry = TensorEntry(name, dtype, tuple(_count(n) for n in shape), _placed(value["extents"], files))
+    _require(entry.nbytes < 1 << 63, "tensor too large")
+    return entry
+
+
+def _placed(value: Any, files: Sequence[DataFile]) -> Placed:
+    file, first, count = (_count(n) for n in value)
+    _require(file < len(files) and first + count <= files[file].extents, "extents outside the file")
+    return Placed(file, first, count)
+
+
+def _folder(value: Any) -> str:
+    _require(parse_folder(_text(value)) is not None, "folder name")
+    return str(value)
+
+
+def _hex(value: Any, length: int) -> str:
+    _require(len(_text(value)) == length and _HEX.fullmatch(value) is not None, "hash")
+    return str(value)
+
+
+def _count(value: Any) -> int:
+    _require(_is_int(value) and 0 <= value < 1 << 63, "a count is not a whole number in range")
+    return int(value)
+
+
+def _is_int(value: Any) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{type(value).__name__} where text belongs")
+    return value
+
+
+def _require(condition: bool, what: str) -> None:
+    if not condition:
+        raise ValueError(what)
