@@ -1,0 +1,57 @@
+"""Incremental, asynchronous, crash-safe checkpoints for PyTorch.
+
+store = lf_ckpt.open("ckpt", keep=[lf_ckpt.Last(3)])
+handle = store.save(step, tensors, items)
+loaded = store.load()
+"""
+
+from .dtypes import ITEM_SIZE as _ITEM_SIZE
+from .errors import (
+    CkptError,
+    CorruptError,
+    DiskFullError,
+    LockedError,
+    MismatchError,
+    NoCheckpointError,
+    UnsupportedError,
+)
+from .files import FileLayer
+from .handle import SaveHandle
+from .options import Options
+from .report import Loaded, LoadReport, SaveReport
+from .retention import Every, Last
+from .rng import rng_state, set_rng_state
+from .state import Collected, RestoreReport, collect, restore
+from .store import Store, open
+
+__version__ = "0.1.0"
+
+DTYPES = tuple(_ITEM_SIZE)
+"""Names of the element types that can be stored."""
+
+__all__ = [
+    "DTYPES",
+    "CkptError",
+    "Collected",
+    "CorruptError",
+    "DiskFullError",
+    "Every",
+    "FileLayer",
+    "Last",
+    "LoadReport",
+    "Loaded",
+    "LockedError",
+    "MismatchError",
+    "NoCheckpointError",
+    "Options",
+    "RestoreReport",
+    "SaveHandle",
+    "SaveReport",
+    "Store",
+    "UnsupportedError",
+    "collect",
+    "open",
+    "restore",
+    "rng_state",
+    "set_rng_state",
+]

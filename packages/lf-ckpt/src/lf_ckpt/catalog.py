@@ -1,0 +1,175 @@
+"""The directory of a store: which steps are committed, how one is committed, how one is removed.
+
+store/FORMAT                     {"format": "lfckpt-store", "store": id, "version": [1, 0]}
+store/LOCK                       owner of the writer
+store/HEAD                       folder of the newest step; a hint for people, readers do not trust it
+store/steps/<step>/rank-0.lfckpt
+store/steps/<step>/MANIFEST      present = committed
+store/steps/<step>.<n>/          the same step saved again
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import uuid
+from collections.abc import Collection, Sequence
+
+from .errors import CkptError, CorruptError
+from .files import FileLayer, publish, read_all
+from .jsonio import canonical, parse_canonical
+from .manifest import Manifest, dump, folder_name, is_data_file, parse_folder
+from .reader import MANIFEST, read_manifest
+from .retention import Kept, Rule, doomed
+
+_log = logging.getLogger("lf_ckpt")
+_FORMAT = "lfckpt-store"
+_FORMAT_LIMIT = 4096
+
+
+class Catalog:
+    """The committed steps of one store directory. Every method reads the disk; nothing is cached."""
+
+    def __init__(self, files: FileLayer, path: str) -> None:
+        self.files, self.path = files, path
+        self.steps = os.path.join(path, "steps")
+        self.store_id = ""
+
+    def create(self) -> None:
+        """Make the directory and FORMAT where they are missing."""
+        for folder in (self.path, self.steps):
+            if not self.files.exists(folder):
+                self.files.mkdir(folder)
+                self.files.sync_dir(os.path.dirname(folder))
+        if not self.files.exists(os.path.join(self.path, "FORMAT")):
+            document = {"format": _FORMAT, "store": uuid.uuid4().hex, "version": [1, 0]}
+            publish(self.files, self.path, "FORMAT", canonical(document) + b"\n")
+
+    def identify(self) -> None:
+        """Read FORMAT; CkptError when this is no store, CorruptError when FORMAT is damaged."""
+        path = os.path.join(self.path, "FORMAT")
+        try:
+            data = read_all(self.files, path, _FORMAT_LIMIT)
+        except (FileNotFoundError, NotADirectoryError) as error:
+            raise CkptError(f"{self.path}: not a checkpoint store (no FORMAT file)") from error
+        try:
+            document = parse_canonical((data or b"").removesuffix(b"\n"))
+            name, version, store = document["format"], document["version"], document["store"]
+            known = name == _FORMAT and version[0] == 1 and len(bytes.fromhex(store)) == 16
+        except (ValueError, KeyError, TypeError, IndexError) as error:
+            raise CorruptError(path, f"cannot be read: {error}") from error
+        if not known:
+            raise CorruptError(
+                path, "another format or version", expected=f"{_FORMAT} 1", found=f"{name} {version}"
+            )
+        self.store_id = store
+
+    def folders(self) -> list[str]:
+        """Folders that hold a MANIFEST, oldest first."""
+        found = []
+        for name in self._names(self.steps):
+            key = parse_folder(name)
+            if key and self.files.exists(os.path.join(self.steps, name, MANIFEST)):
+                found.append((key, name))
+        return [name for _, name in sorted(found)]
+
+    def committed(self) -> list[Manifest]:
+        """Manifests that are whole and whose files have their full length, oldest first."""
+        return [manifest for name in self.folders() if (manifest := self._whole(name)) is not None]
+
+    def new_folder(self, step: int) -> str:
+        """Make the folder for a save of `step`: the step, or the first free attempt of it."""
+        attempts = [
+            key[1] for name in self._names(self.steps) if (key := parse_folder(name)) and key[0] == step
+        ]
+        folder = folder_name(step, max(attempts) + 1 if attempts else 0)
+        self.files.mkdir(os.path.join(self.steps, folder))
+        return folder
+
+    def commit(self, manifest: Manifest) -> str:
+        """Publish MANIFEST after the data is durable; the step exists when this returns. Returns the root hash."""
+        data, root = dump(manifest)
+        folder = os.path.join(self.steps, manifest.folder)
+        # The folder's own name must be durable before the manifest that makes it a step.
+        self.files.sync_dir(self.steps)
+        publish(self.files, folder, MANIFEST, data)
+        return root
+
+    def point_head(self, folder: str) -> None:
+        """Write the HEAD hint; failing to is no failure of the save."""
+        try:
+            publish(self.files, self.path, "HEAD", canonical({"folder": folder}) + b"\n", durable=False)
+        except OSError as error:
+            _log.warning("%s: HEAD not written: %s", self.path, error)
+
+    def retain(self, rules: Sequence[Rule], protect: Collection[str], damaged: Collection[str]) -> list[str]:
+        """Remove what no rule keeps. Damaged steps and those of another store are neither counted nor removed."""
+        entries = [
+            Kept(m.folder, *(parse_folder(m.folder) or (m.step, 0)), m.parent.folder if m.parent else None)
+            for m in self.committed()
+            if m.store == self.store_id and m.folder not in damaged
+        ]
+        removed = []
+        # Newest first: a delta goes before its base, so that dying in between leaves no delta without one.
+        for folder in reversed(doomed(entries, rules, protect)):
+            if self.remove(folder):
+                removed.append(folder)
+        return removed
+
+    def remove(self, folder: str) -> bool:
+        """Remove a step folder if everything in it is ours; MANIFEST goes first, so a torn removal is no step."""
+        path = os.path.join(self.steps, folder)
+        names = self._names(path)
+        foreign = [name for name in names if not _is_ours(name)]
+        if foreign:
+            _log.warning("%s: not removed, it holds %s", path, foreign[0])
+            return False
+        if MANIFEST in names:
+            self.files.unlink(os.path.join(path, MANIFEST))
+            self.files.sync_dir(path)
+        for name in names:
+            if name != MANIFEST:
+                self.files.unlink(os.path.join(path, name))
+        self.files.rmdir(path)
+        self.files.sync_dir(self.steps)
+        return True
+
+    def sweep(self) -> list[str]:
+        """Remove folders of saves that never committed. Only the holder of the lock may call this."""
+        leftovers = []
+        for name in self._names(self.steps):
+            path = os.path.join(self.steps, name)
+            if parse_folder(name) and not self.files.exists(os.path.join(path, MANIFEST)):
+                leftovers.append(name)
+        for name in ("FORMAT.tmp", "HEAD.tmp"):
+            if self.files.exists(os.path.join(self.path, name)):
+                self.files.unlink(os.path.join(self.path, name))
+        return [name for name in leftovers if self.remove(name)]
+
+    def _whole(self, folder: str) -> Manifest | None:
+        try:
+            manifest = read_manifest(self.files, self.steps, folder)
+            sizes = [self._size(os.path.join(self.steps, folder, file.name)) for file in manifest.files]
+        except (CorruptError, OSError):
+            return None
+        return manifest if sizes == [file.size for file in manifest.files] else None
+
+    def _size(self, path: str) -> int:
+        fd = self.files.open(path)
+        try:
+            return self.files.size(fd)
+        finally:
+            self.files.close(fd)
+
+    def _names(self, path: str) -> list[str]:
+        try:
+            return self.files.names(path)
+        except OSError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                return []
+            raise
+
+
+def _is_ours(name: str) -> bool:
+    return name in (MANIFEST, MANIFEST + ".tmp") or is_data_file(name)

@@ -1,0 +1,143 @@
+"""The only place where lf-ckpt touches a file system.
+
+Every effect of the store is one of these methods, so a test can fail, tear or stop at any of them, and another
+kind of storage is another class with the same methods.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from collections.abc import Sequence
+from typing import TypeAlias
+
+Buffer: TypeAlias = bytes | memoryview
+
+
+class FileLayer:
+    """POSIX files. All methods raise OSError as the kernel reports it; paths are absolute."""
+
+    def create(self, path: str) -> int:
+        """Open `path` for writing, empty."""
+        return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def open(self, path: str) -> int:
+        """Open `path` for reading."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+
+    def close(self, fd: int) -> None:
+        """Close a descriptor."""
+        os.close(fd)
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        """Write the buffers one after another at `offset`; short writes are continued."""
+        todo = [memoryview(buffer).cast("B") for buffer in buffers if len(buffer)]
+        while todo:
+            done = os.pwritev(fd, todo, offset)
+            offset += done
+            while todo and done >= len(todo[0]):
+                done -= len(todo.pop(0))
+            if todo:
+                todo[0] = todo[0][done:]
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        """Fill `view` from `offset`; the bytes read are fewer only at the end of the file."""
+        got = 0
+        while got < len(view):
+            more = os.preadv(fd, [view[got:]], offset + got)
+            if more == 0:
+                break
+            got += more
+        return got
+
+    def size(self, fd: int) -> int:
+        """Length of an open file in bytes."""
+        return os.fstat(fd).st_size
+
+    def sync(self, fd: int) -> None:
+        """Make data and length of an open file durable."""
+        os.fsync(fd)
+
+    def sync_dir(self, path: str) -> None:
+        """Make creations, renames and removals in a directory durable."""
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+    def rename(self, old: str, new: str) -> None:
+        """Replace `new` by `old` in one step."""
+        os.rename(old, new)
+
+    def unlink(self, path: str) -> None:
+        """Remove a file."""
+        os.unlink(path)
+
+    def mkdir(self, path: str) -> None:
+        """Create one directory; FileExistsError when it is there."""
+        os.mkdir(path, 0o755)
+
+    def rmdir(self, path: str) -> None:
+        """Remove an empty directory."""
+        os.rmdir(path)
+
+    def names(self, path: str) -> list[str]:
+        """Names in a directory."""
+        return os.listdir(path)
+
+    def exists(self, path: str) -> bool:
+        """Whether a path exists."""
+        return os.path.lexists(path)
+
+    def free(self, path: str) -> int:
+        """Bytes that an unprivileged process can still write to the file system of `path`."""
+        stat = os.statvfs(path)
+        return stat.f_bavail * stat.f_frsize
+
+    def lock(self, path: str) -> int | None:
+        """Open `path` and take an exclusive lock that the kernel drops with this process; None when it is held."""
+        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return None
+        except OSError:
+            os.close(fd)
+            raise
+        return fd
+
+    def put(self, fd: int, data: bytes) -> None:
+        """Replace the whole content of a small open file (the lock's owner record)."""
+        os.ftruncate(fd, 0)
+        os.pwrite(fd, data, 0)
+
+
+def read_all(files: FileLayer, path: str, limit: int) -> bytes | None:
+    """Content of a small file, or None when it is longer than `limit` bytes."""
+    fd = files.open(path)
+    try:
+        size = files.size(fd)
+        if size > limit:
+            return None
+        data = bytearray(size)
+        got = files.read(fd, memoryview(data), 0)
+        return bytes(data[:got])
+    finally:
+        files.close(fd)
+
+
+def publish(files: FileLayer, folder: str, name: str, data: bytes, *, durable: bool = True) -> None:
+    """Write `folder/name` so that it appears complete or not at all; `durable=False` for mere hints."""
+    temporary, final = os.path.join(folder, name + ".tmp"), os.path.join(folder, name)
+    fd = files.create(temporary)
+    try:
+        files.write(fd, [data], 0)
+        if durable:
+            files.sync(fd)
+    finally:
+        files.close(fd)
+    files.rename(temporary, final)
+    if durable:
+        files.sync_dir(folder)

@@ -1,0 +1,78 @@
+"""The three states of a save as the caller sees them: staged, written, durable."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from .report import SaveReport
+
+
+class SaveHandle:
+    """One save in progress. Thread-safe.
+
+    staged: the tensors may change again. written: all bytes are with the kernel. durable: the step survives power loss
+    and is what `load` returns.
+    """
+
+    def __init__(self, step: int, on_delivered: Callable[[SaveHandle], None]) -> None:
+        self.step = step
+        self._began = time.perf_counter()
+        self._staging_over = threading.Event()
+        self._at: dict[str, float] = {}
+        self._over = threading.Event()
+        self._report: SaveReport | None = None
+        self._error: BaseException | None = None
+        self._on_delivered = on_delivered
+
+    @property
+    def staged(self) -> bool:
+        """Whether the caller's tensors may change again."""
+        return "staged" in self._at
+
+    @property
+    def written(self) -> bool:
+        """Whether every byte has been handed to the kernel."""
+        return "written" in self._at
+
+    @property
+    def durable(self) -> bool:
+        """Whether the step is committed."""
+        return "durable" in self._at
+
+    @property
+    def done(self) -> bool:
+        """Whether the save has ended, well or not."""
+        return self._over.is_set()
+
+    def wait_staged(self, timeout: float | None = None) -> None:
+        """Block until the tensors may change. Raises the save's error, or TimeoutError after `timeout` seconds."""
+        if not self._staging_over.wait(timeout):
+            raise TimeoutError(f"step {self.step} is not staged after {timeout} s")
+        if not self.staged:
+            self.wait(timeout)
+
+    def wait(self, timeout: float | None = None) -> SaveReport:
+        """Block until durable. Raises the save's error (CkptError, DiskFullError, OSError) or TimeoutError."""
+        if not self._over.wait(timeout):
+            raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
+        self._on_delivered(self)
+        if self._report is None:
+            assert self._error is not None
+            raise self._error
+        return self._report
+
+    def _mark(self, state: str) -> None:
+        self._at[state] = time.perf_counter() - self._began
+        if state == "staged":
+            self._staging_over.set()
+
+    def _seconds(self, state: str) -> float:
+        return self._at.get(state, float("nan"))
+
+    def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
+        """End the save; waiters on any state wake."""
+        self._report, self._error = report, error
+        self._over.set()
+        self._staging_over.set()

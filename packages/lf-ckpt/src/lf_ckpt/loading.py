@@ -1,0 +1,208 @@
+"""From an open step to tensors: fresh ones, or in place into given ones."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple, TypeVar
+
+import numpy as np
+import torch
+
+from .codec import Bytes
+from .dtypes import dtype_of
+from .errors import CorruptError, MismatchError
+from .format import EXTENT_BYTES, SAME, Extent
+from .manifest import BlobEntry, Manifest, TensorEntry
+from .reader import OpenFile, StepReader, new_scratch
+from .report import Loaded, LoadReport
+from .staging import copy_range
+from .writer import Base
+
+T = TypeVar("T")
+_local = threading.local()
+
+
+class Fit(NamedTuple):
+    """How saved tensors and receiving tensors match, by name."""
+
+    taken: tuple[str, ...]
+    missing: tuple[str, ...]
+    unexpected: tuple[str, ...]
+    mismatched: tuple[str, ...]
+
+
+def fit(manifest: Manifest, into: Mapping[str, torch.Tensor]) -> Fit:
+    """Compare names, shapes and dtypes; tied names count as tensors of their own. Pure."""
+    saved = entries_by_name(manifest)
+    mismatched = [
+        f"{name}: {saved[name].dtype}{list(saved[name].shape)} -> {tensor.dtype}{list(tensor.shape)}"
+        for name, tensor in into.items()
+        if name in saved and not _same_kind(saved[name], tensor)
+    ]
+    taken = tuple(name for name, tensor in into.items() if name in saved and _same_kind(saved[name], tensor))
+    missing = tuple(name for name in into if name not in saved)
+    return Fit(taken, missing, tuple(name for name in saved if name not in into), tuple(mismatched))
+
+
+def entries_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
+    """Every tensor name, tied ones included."""
+    entries = {entry.name: entry for entry in manifest.tensors}
+    return entries | {alias: entries[name] for alias, name in manifest.aliases.items()}
+
+
+def load_step(
+    reader: StepReader, into: Mapping[str, torch.Tensor] | None, *, strict: bool, verify: bool, threads: int
+) -> Loaded:
+    """Read one step. With `into`, nothing is written before the whole step has passed its hashes.
+
+    Raises CorruptError, MismatchError (strict) and UnsupportedError (a dtype that this torch lacks).
+    """
+    began = time.perf_counter()
+    manifest = reader.manifest
+    with ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load") as pool:
+        work = _Work(reader, pool, verify)
+        if into is None:
+            tensors, match = _load_fresh(work), Fit((), (), (), ())
+        else:
+            match = fit(manifest, into)
+            if strict and (match.missing or match.unexpected or match.mismatched):
+                raise MismatchError(match.missing, match.unexpected, match.mismatched)
+            tensors = _load_into(work, into, match.taken)
+        blobs = {entry.name: work.blob(entry) for entry in manifest.blobs}
+    report = LoadReport(
+        manifest.folder, reader.kind, work.bytes_read, time.perf_counter() - began, verify, (), *match[1:]
+    )
+    return Loaded(manifest.step, tensors, {**manifest.items, **blobs}, report)
+
+
+class _Work:
+    """The extents of one load, spread over threads; each thread has its own scratch."""
+
+    def __init__(self, reader: StepReader, pool: ThreadPoolExecutor, verify: bool) -> None:
+        self.reader, self.pool, self.verify = reader, pool, verify
+        self.bytes_read = 0
+
+    def each(self, entry: TensorEntry | BlobEntry, job: Callable[[OpenFile, int, Extent], None]) -> None:
+        """Run `job` for every extent of a stream; the first error is raised after the others have stopped."""
+        self.bytes_read += entry.nbytes
+        _drain(self.pool.map(lambda extent: job(*extent), self.reader.extents_of(entry)))
+
+    def fill(self, entry: TensorEntry | BlobEntry, out: Bytes) -> None:
+        """Decode a stream into `out`, (nbytes,) uint8."""
+
+        def job(file: OpenFile, number: int, extent: Extent) -> None:
+            view = out[extent.start : extent.start + extent.raw_bytes]
+            self.reader.read(file, number, view, _scratch()[0], entry.name, verify=self.verify)
+
+        self.each(entry, job)
+
+    def fill_tensor(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
+        """Decode a stream into a tensor of any stride and device."""
+        if (
+            tensor.device.type == "cpu"
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+        ):
+            self.fill(entry, _flat_bytes(tensor))
+            return
+
+        def job(file: OpenFile, number: int, extent: Extent) -> None:
+            scratch, decoded = _scratch()
+            view = decoded[: extent.raw_bytes]
+            self.reader.read(file, number, view, scratch, entry.name, verify=self.verify)
+            flat = torch.from_numpy(view).view(tensor.dtype)
+            copy_range(flat, tensor, extent.start // tensor.element_size(), back=True)
+
+        self.each(entry, job)
+
+    def blob(self, entry: BlobEntry) -> bytes:
+        """A bytes item."""
+        out = np.empty(entry.nbytes, np.uint8)
+        self.fill(entry, out)
+        return out.tobytes()
+
+    def precheck(self, names: Iterable[TensorEntry | BlobEntry]) -> None:
+        """Hash all stored bytes of these streams."""
+        for entry in names:
+            self.each(entry, lambda file, n, _, e=entry: self._check(file, n, e.name))  # type: ignore[misc]
+
+    def _check(self, file: OpenFile, number: int, name: str) -> None:
+        self.reader.check(file, number, _scratch()[0], name)
+
+
+def _load_fresh(work: _Work) -> dict[str, torch.Tensor]:
+    manifest = work.reader.manifest
+    tensors: dict[str, torch.Tensor] = {}
+    for entry in manifest.tensors:
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        work.fill_tensor(entry, tensor)
+        tensors[entry.name] = tensor
+    return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
+
+
+def _load_into(
+    work: _Work, into: Mapping[str, torch.Tensor], names: tuple[str, ...]
+) -> dict[str, torch.Tensor]:
+    entries = entries_by_name(work.reader.manifest)
+    if work.verify:
+        wanted = {entries[name].name: entries[name] for name in names}
+        work.precheck([*wanted.values(), *work.reader.manifest.blobs])
+    for name in names:
+        work.fill_tensor(entries[name], into[name].detach())
+    return {name: into[name] for name in names}
+
+
+def verify_step(reader: StepReader) -> int:
+    """Decode and hash every byte of a step and check its padding; returns raw bytes checked. CorruptError if bad."""
+    scratch, out = new_scratch(), new_scratch()
+    total = 0
+    for _, entry in reader.manifest.streams():
+        for file, number, extent in reader.extents_of(entry):
+            reader.read(file, number, out[: extent.raw_bytes], scratch, entry.name, verify=True)
+            total += extent.raw_bytes
+    reader.check_unused()
+    return total
+
+
+def describe(error: BaseException) -> str:
+    """Reason of a fallback in one line."""
+    return str(error) if isinstance(error, CorruptError) else f"{type(error).__name__}: {error}"
+
+
+def verified_base(reader: StepReader, store_id: str) -> Base | None:
+    """What of a step that was read and verified in full can serve as base: its own extents, or those it refers to."""
+    manifest = reader.manifest
+    if manifest.store != store_id or len(manifest.files) != 1:
+        return None
+    extents = reader.data[0].extents
+    if manifest.parent is None:
+        return Base(manifest.folder, manifest.root, {e.raw_hash: number for number, e in enumerate(extents)})
+    return Base(
+        manifest.parent.folder,
+        manifest.parent.root,
+        {e.raw_hash: e.place for e in extents if e.codec == SAME},
+    )
+
+
+def _same_kind(entry: TensorEntry, tensor: torch.Tensor) -> bool:
+    return entry.shape == tuple(tensor.shape) and dtype_of(entry.dtype) == tensor.dtype
+
+
+def _flat_bytes(tensor: torch.Tensor) -> Bytes:
+    flat: Bytes = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    return flat
+
+
+def _scratch() -> tuple[Bytes, Bytes]:
+    if not hasattr(_local, "buffers"):
+        _local.buffers = (np.empty(EXTENT_BYTES, np.uint8), np.empty(EXTENT_BYTES, np.uint8))
+    buffers: tuple[Bytes, Bytes] = _local.buffers
+    return buffers
+
+
+def _drain(results: Iterable[None]) -> None:
+    for _ in results:
+        pass

@@ -1,0 +1,136 @@
+"""What a save will write, decided before any byte is copied. Pure over tensor metadata."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from .dtypes import ITEM_SIZE, PLANE_WIDTH, name_of
+from .errors import UnsupportedError
+from .format import EXTENT_BYTES, align
+from .jsonio import Json, canonical, decode_item, encode_item
+
+CHUNK_BYTES = 16 << 20  # staged and written at a time: long enough to hide call overheads
+
+
+@dataclass(frozen=True)
+class Stream:
+    """Bytes to store under one name. `source` is a tensor, or bytes for an item; `shape` is () for bytes."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    nbytes: int
+    source: torch.Tensor | bytes
+
+    @property
+    def width(self) -> int:
+        """Byte planes per number."""
+        return PLANE_WIDTH[self.dtype]
+
+    @property
+    def is_item(self) -> bool:
+        """Whether this is a bytes item and not a tensor."""
+        return isinstance(self.source, bytes)
+
+
+class Chunk(NamedTuple):
+    """A run of one stream's bytes, at most `chunk_bytes`, beginning at an extent edge."""
+
+    stream: int
+    start: int
+    length: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Streams by number (tensors first), tied names -> stored name, and JSON items (a private copy)."""
+
+    streams: tuple[Stream, ...]
+    aliases: dict[str, str]
+    items: dict[str, Json]
+
+    @property
+    def raw_bytes(self) -> int:
+        """Bytes of all streams."""
+        return sum(stream.nbytes for stream in self.streams)
+
+    @property
+    def slab_bytes(self) -> int:
+        """Slab that holds everything at once: each stream begins at a 4 KiB edge."""
+        return sum(align(stream.nbytes) for stream in self.streams)
+
+    @property
+    def on_device(self) -> bool:
+        """Whether a tensor lives on an accelerator."""
+        return any(isinstance(s.source, torch.Tensor) and s.source.device.type != "cpu" for s in self.streams)
+
+
+def make_plan(tensors: Mapping[str, torch.Tensor], items: Mapping[str, Json]) -> Plan:
+    """Check and order everything; UnsupportedError names the first tensor or item that cannot be stored."""
+    streams: list[Stream] = []
+    aliases: dict[str, str] = {}
+    first_name: dict[object, str] = {}
+    for name, tensor in tensors.items():
+        _check_tensor(name, tensor)
+        key = _identity(tensor)
+        if key is not None and key in first_name:
+            aliases[name] = first_name[key]
+            continue
+        first_name[key if key is not None else object()] = name
+        dtype = name_of(tensor.dtype)
+        size = tensor.numel() * ITEM_SIZE[dtype]
+        streams.append(Stream(name, dtype, tuple(tensor.shape), size, tensor.detach()))
+    blobs, plain = _split_items(items)
+    streams += [Stream(name, "U8", (), len(data), data) for name, data in blobs.items()]
+    return Plan(tuple(streams), aliases, plain)
+
+
+def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
+    """Cut streams of these sizes (bytes) into chunks, in order. `chunk_bytes` is a multiple of the extent size."""
+    assert chunk_bytes % EXTENT_BYTES == 0
+    for number, size in enumerate(sizes):
+        for start in range(0, size, chunk_bytes):
+            yield Chunk(number, start, min(chunk_bytes, size - start))
+
+
+def _check_tensor(name: object, tensor: object) -> None:
+    if not isinstance(name, str):
+        raise UnsupportedError(f"tensor name {name!r} is not a string")
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor; put it in `items`")
+    if type(tensor).__name__ == "DTensor":
+        raise UnsupportedError(f"{name}: a DTensor; pass its local or full tensor")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
+        kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+        raise UnsupportedError(f"{name}: {kind} tensors have no plain bytes; convert it first")
+
+
+def _identity(tensor: torch.Tensor) -> object | None:
+    """Equal for two names of the same memory seen in the same way; None where sharing has no meaning."""
+    if tensor.numel() == 0:
+        return None
+    lazy = (tensor.is_conj(), tensor.is_neg())
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy)
+
+
+def _split_items(items: Mapping[str, Json]) -> tuple[dict[str, bytes], dict[str, Json]]:
+    """Top-level bytes, which become streams, and the rest as a checked deep copy."""
+    blobs: dict[str, bytes] = {}
+    plain: dict[str, Json] = {}
+    for name, value in items.items():
+        if not isinstance(name, str):
+            raise UnsupportedError(f"item name {name!r} is not a string")
+        if isinstance(value, bytes | bytearray | memoryview):
+            blobs[name] = bytes(value)
+            continue
+        try:
+            encoded = encode_item(value, name)
+            canonical(encoded)
+            plain[name] = decode_item(encoded)
+        except (RecursionError, ValueError) as error:
+            raise UnsupportedError(f"item {name}: cannot be written as JSON: {error}") from error
+    return blobs, plain

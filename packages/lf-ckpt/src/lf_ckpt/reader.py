@@ -1,0 +1,237 @@
+"""Reading one step: manifest, data files and those of its base, and every check on the way. Needs no lock."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import ExitStack
+from dataclasses import dataclass
+from types import TracebackType
+
+import numpy as np
+
+from .codec import Bytes, CodecError, decode_planes
+from .errors import CorruptError
+from .files import FileLayer, read_all
+from .format import (
+    ALIGN,
+    EXTENT_BYTES,
+    HEADER_BYTES,
+    RAW,
+    SAME,
+    TRAILER_BYTES,
+    Extent,
+    Trailer,
+    align,
+    hash128,
+    parse_header,
+    parse_index,
+    parse_trailer,
+)
+from .manifest import MANIFEST_LIMIT, BlobEntry, DataFile, Manifest, TensorEntry, parse
+
+MANIFEST = "MANIFEST"
+
+
+def read_manifest(files: FileLayer, steps: str, folder: str) -> Manifest:
+    """Parse `steps/folder/MANIFEST`; CorruptError, or OSError when it is not there."""
+    path = os.path.join(steps, folder, MANIFEST)
+    data = read_all(files, path, MANIFEST_LIMIT)
+    if data is None:
+        raise CorruptError(path, "manifest is too large", expected=f"<= {MANIFEST_LIMIT}")
+    manifest = parse(data, path)
+    if manifest.folder != folder:
+        raise CorruptError(path, "manifest belongs to another step", expected=folder, found=manifest.folder)
+    return manifest
+
+
+@dataclass
+class OpenFile:
+    """An open, structurally checked data file."""
+
+    files: FileLayer
+    path: str
+    fd: int
+    trailer: Trailer
+    extents: list[Extent]
+
+    def stored(self, number: int, scratch: Bytes, name: str) -> Bytes:
+        """The stored bytes of an extent, in `scratch`."""
+        extent = self.extents[number]
+        view = scratch[: extent.stored_bytes]
+        got = self.files.read(self.fd, view.data, extent.place)
+        if got != extent.stored_bytes:
+            raise CorruptError(
+                self.path, "file is cut", tensor=name, extent=number, offset=extent.place,
+                expected=extent.stored_bytes, found=got,
+            )  # fmt: skip
+        return view
+
+    def check_hash(self, number: int, data: Bytes, name: str, *, raw: bool) -> None:
+        """CorruptError when `data` does not hash to what the index says."""
+        extent = self.extents[number]
+        expected = extent.raw_hash if raw else extent.stored_hash
+        found = hash128(data.data)
+        if found != expected:
+            what = "decoded bytes" if raw else "stored bytes"
+            raise CorruptError(
+                self.path, f"{what} differ from their hash", tensor=name, extent=number, offset=extent.place,
+                expected=expected.hex(), found=found.hex(),
+            )  # fmt: skip
+
+
+class StepReader:
+    """An open step. A context manager; files stay open, so retention by a writer cannot pull them away."""
+
+    def __init__(self, files: FileLayer, steps: str, folder: str) -> None:
+        """Check all structure: manifest, header, trailer, index, lengths, parent. CorruptError or OSError."""
+        self._files, self._steps = files, steps
+        self._stack = ExitStack()
+        try:
+            self.manifest = read_manifest(files, steps, folder)
+            self.path = os.path.join(steps, folder)
+            self.data = [self._open(folder, self.manifest, file) for file in self.manifest.files]
+            self.base = self._open_base()
+            self._check_streams()
+        except BaseException:
+            self._stack.close()
+            raise
+
+    def __enter__(self) -> StepReader:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._stack.close()
+
+    @property
+    def kind(self) -> str:
+        """ "full" or "delta"."""
+        return "full" if self.manifest.parent is None else "delta"
+
+    def extents_of(self, entry: TensorEntry | BlobEntry) -> Iterator[tuple[OpenFile, int, Extent]]:
+        """(file, number, extent) of a stream in order, references followed into the base."""
+        file = self.data[entry.placed.file]
+        for number in range(entry.placed.first, entry.placed.first + entry.placed.count):
+            yield (file, number, file.extents[number])
+
+    def read(
+        self, file: OpenFile, number: int, out: Bytes, scratch: Bytes, name: str, *, verify: bool
+    ) -> None:
+        """Decode one extent into `out`, (raw_bytes,) uint8 contiguous; scratch: (1 MiB,) uint8."""
+        source, at = self._resolve(file, number)
+        extent = source.extents[at]
+        if extent.codec == RAW:
+            source.stored(at, out, name)
+            if verify:
+                source.check_hash(at, out, name, raw=True)
+            return
+        stored = source.stored(at, scratch, name)
+        if verify:
+            source.check_hash(at, stored, name, raw=False)
+        try:
+            decode_planes(stored.data, out, extent.width)
+        except CodecError as error:
+            raise CorruptError(
+                source.path, str(error), tensor=name, extent=at, offset=extent.place
+            ) from error
+        if verify:
+            source.check_hash(at, out, name, raw=True)
+
+    def check(self, file: OpenFile, number: int, scratch: Bytes, name: str) -> int:
+        """Hash the stored bytes of one extent without decoding; returns the bytes read."""
+        source, at = self._resolve(file, number)
+        source.check_hash(at, source.stored(at, scratch, name), name, raw=False)
+        return source.extents[at].stored_bytes
+
+    def check_unused(self) -> None:
+        """CorruptError when alignment padding in the step's own files is not zero."""
+        padding = np.empty(ALIGN, np.uint8)
+        for file in self.data:
+            for number, extent in enumerate(file.extents):
+                end = extent.place + extent.stored_bytes
+                view = padding[: align(end) - end]
+                if extent.codec == SAME or not view.size:
+                    continue
+                if file.files.read(file.fd, view.data, end) != view.size or view.any():
+                    raise CorruptError(file.path, "padding is not zero", extent=number, offset=end)
+
+    def _resolve(self, file: OpenFile, number: int) -> tuple[OpenFile, int]:
+        extent = file.extents[number]
+        if extent.codec != SAME:
+            return file, number
+        assert self.base is not None  # `_check_streams` refused references without a base
+        return self.base, extent.place
+
+    def _open(self, folder: str, manifest: Manifest, entry: DataFile) -> OpenFile:
+        path = os.path.join(self._steps, folder, entry.name)
+        try:
+            fd = self._files.open(path)
+        except FileNotFoundError as error:
+            raise CorruptError(path, "data file is missing") from error
+        self._stack.callback(self._files.close, fd)
+        size = self._files.size(fd)
+        if size != entry.size:
+            raise CorruptError(path, "file length differs", expected=entry.size, found=size)
+        header = parse_header(self._bytes(fd, HEADER_BYTES, 0), path)
+        trailer = parse_trailer(self._bytes(fd, TRAILER_BYTES, size - TRAILER_BYTES), size, path)
+        if (header.step, header.store.hex()) != (manifest.step, manifest.store):
+            raise CorruptError(
+                path, "file belongs to another step", expected=manifest.step, found=header.step
+            )
+        index = self._bytes(fd, trailer.index_bytes, trailer.index_offset)
+        parent = None if manifest.parent is None else bytes.fromhex(manifest.parent.root)
+        if trailer.parent_root not in (None, parent):
+            raise CorruptError(path, "file and manifest name different parents")
+        extents = parse_index(index, trailer, path)
+        if len(extents) != entry.extents or trailer.index_hash.hex() != entry.index_hash:
+            expected, found = entry.index_hash, trailer.index_hash.hex()
+            raise CorruptError(path, "index is not the one in the manifest", expected=expected, found=found)
+        return OpenFile(self._files, path, fd, trailer, extents)
+
+    def _bytes(self, fd: int, count: int, offset: int) -> bytes:
+        data = bytearray(max(count, 0))
+        return bytes(data[: self._files.read(fd, memoryview(data), max(offset, 0))])
+
+    def _open_base(self) -> OpenFile | None:
+        parent = self.manifest.parent
+        if parent is None:
+            return None
+        path = os.path.join(self._steps, parent.folder)
+        try:
+            manifest = read_manifest(self._files, self._steps, parent.folder)
+        except OSError as error:
+            raise CorruptError(path, f"base of step {self.manifest.step} is missing") from error
+        if manifest.root != parent.root:
+            raise CorruptError(path, "base is another save", expected=parent.root, found=manifest.root)
+        if manifest.parent is not None or len(manifest.files) != 1:
+            raise CorruptError(path, "base is not a full step")
+        return self._open(parent.folder, manifest, manifest.files[0])
+
+    def _check_streams(self) -> None:
+        """Every stream's extents are its own, in order, and add up to its size; references fit the base."""
+        for number, entry in self.manifest.streams():
+            total = 0
+            for file, at, extent in self.extents_of(entry):
+                total += extent.raw_bytes
+                if extent.stream != number:
+                    raise CorruptError(file.path, "extent of another stream", tensor=entry.name, extent=at)
+                if extent.codec == SAME:
+                    self._check_reference(file, at, entry.name)
+            if total != entry.nbytes:
+                raise CorruptError(
+                    self.path, "extents do not add up", tensor=entry.name, expected=entry.nbytes, found=total
+                )
+
+    def _check_reference(self, file: OpenFile, at: int, name: str) -> None:
+        extent = file.extents[at]
+        known = self.base.extents if self.base else []
+        target = known[extent.place] if extent.place < len(known) else None
+        if target is None or (target.raw_bytes, target.raw_hash) != (extent.raw_bytes, extent.raw_hash):
+            raise CorruptError(file.path, "reference does not fit the base", tensor=name, extent=at)
+
+
+def new_scratch() -> Bytes:
+    """Room for the stored bytes of one extent."""
+    return np.empty(EXTENT_BYTES, np.uint8)

@@ -1,0 +1,73 @@
+"""What saves and loads tell the caller; frozen, printable, and `as_json()` for logs."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+
+from .jsonio import Json
+
+
+@dataclass(frozen=True)
+class SaveReport:
+    """One finished save.
+
+    bytes_raw: state, aliases counted once. bytes_written: data file. bytes_shared: raw bytes that the base already had.
+    seconds_*: since `save` was called, until the caller's tensors were free, the data was with the kernel, and the
+    step was durable. codecs: raw bytes per codec. slab: how the staging memory was chosen. removed: steps retention
+    took away. error: set only with on_error="warn", when the save failed.
+    """
+
+    step: int
+    folder: str
+    kind: str
+    base: str | None
+    bytes_raw: int
+    bytes_written: int
+    bytes_shared: int
+    seconds_staged: float
+    seconds_written: float
+    seconds_durable: float
+    codecs: dict[str, int]
+    slab: str
+    removed: tuple[str, ...] = ()
+    error: str | None = None
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"version": 1, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class LoadReport:
+    """How a load went.
+
+    fallbacks: (step, reason) of each newer step that was tried and is damaged. missing: names in `into` that the step
+    lacks. unexpected: names of the step that `into` lacks. mismatched: "name: saved -> wanted" of other shape or dtype.
+    """
+
+    folder: str
+    kind: str
+    bytes_read: int
+    seconds: float
+    verified: bool
+    fallbacks: tuple[tuple[int, str], ...] = ()
+    missing: tuple[str, ...] = ()
+    unexpected: tuple[str, ...] = ()
+    mismatched: tuple[str, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """Plain data."""
+        return {"version": 1, **asdict(self)}
+
+
+@dataclass(frozen=True)
+class Loaded:
+    """A loaded step: tensors by name (tied names give the same tensor), items by name, and the report."""
+
+    step: int
+    tensors: dict[str, torch.Tensor]
+    items: dict[str, Json]
+    report: LoadReport

@@ -1,0 +1,46 @@
+"""How large the slab is. Pure but for one look at free memory."""
+
+from __future__ import annotations
+
+from .errors import CkptError
+from .format import EXTENT_BYTES, align
+from .plan import CHUNK_BYTES
+
+MIN_SLAB = 4 * EXTENT_BYTES
+_SHARE_OF_FREE = 4  # a quarter: the page cache of the file being written wants memory too
+
+
+def choose_slab(state_bytes: int, asked: int | None, available: int | None) -> tuple[int, str]:
+    """(bytes, reason) of the slab for a state that needs `state_bytes` with alignment. Pure.
+
+    asked: budget of the caller, None for automatic. available: free memory in bytes, None when unknown.
+    """
+    if asked is not None:
+        if asked < MIN_SLAB:
+            raise CkptError(f"slab_bytes={asked}: at least {MIN_SLAB} bytes (4 MiB)")
+        limit, why = asked // 4096 * 4096, f"slab_bytes={asked}"
+    elif available is None:
+        limit, why = 1 << 30, "1 GiB, free memory is unknown"
+    else:
+        limit, why = max(available // _SHARE_OF_FREE // 4096 * 4096, MIN_SLAB), "a quarter of free memory"
+    need = max(align(state_bytes), MIN_SLAB)
+    if need <= limit:
+        return need, f"whole state, {need} bytes"
+    return limit, f"{limit} bytes ({why}) for a state of {need}: staging waits for the disk"
+
+
+def chunk_bytes_for(slab_bytes: int) -> int:
+    """Bytes staged at a time: 16 MiB, or a quarter of a small slab, in whole extents."""
+    return max(min(CHUNK_BYTES, slab_bytes // 4 // EXTENT_BYTES * EXTENT_BYTES), EXTENT_BYTES)
+
+
+def available_memory() -> int | None:
+    """MemAvailable in bytes, or None where the kernel does not say."""
+    try:
+        with open("/proc/meminfo") as file:
+            for line in file:
+                if line.startswith("MemAvailable:"):
+                    return int(line.split()[1]) * 1024
+    except (OSError, ValueError):
+        return None
+    return None

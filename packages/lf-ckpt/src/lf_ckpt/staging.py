@@ -1,0 +1,106 @@
+"""Copying state into the slab, chunk by chunk, and ranges of flat bytes back into tensors of any stride and device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import NamedTuple
+
+import torch
+
+from .dtypes import dtype_of
+from .plan import Chunk, Plan, Stream, chunks
+from .slab import Piece, Slab
+
+
+class Staged(NamedTuple):
+    """A chunk whose bytes are in the slab once `ready` (a device event, if any) has fired."""
+
+    chunk: Chunk
+    piece: Piece
+    ready: torch.cuda.Event | None
+
+
+class SideStreams:
+    """One stream per CUDA device of a plan, behind the work that the caller has queued so far."""
+
+    def __init__(self, devices: set[torch.device]) -> None:
+        self._streams = []
+        for device in devices:
+            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream(device))
+            self._streams.append(stream)
+
+    def run(self, work: Callable[[], None]) -> None:
+        """Do `work` in the calling thread with these streams current."""
+        with ExitStack() as stack:
+            for stream in self._streams:
+                stack.enter_context(torch.cuda.stream(stream))
+            work()
+
+
+def side_streams(plan: Plan) -> SideStreams:
+    """Side streams for staging while the caller computes; made in the caller's thread."""
+    tensors = (stream.source for stream in plan.streams if isinstance(stream.source, torch.Tensor))
+    return SideStreams({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+
+
+def stage(plan: Plan, slab: Slab, chunk_bytes: int, deliver: Callable[[Staged], None]) -> None:
+    """Copy every stream into the slab in order and hand each chunk on; returns when the last copy has finished."""
+    event = None
+    for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
+        piece = slab.take(chunk.length)
+        event = _copy_in(plan.streams[chunk.stream], chunk, slab, piece)
+        deliver(Staged(chunk, piece, event))
+    if event is not None:
+        event.synchronize()
+
+
+def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cuda.Event | None:
+    memory = slab.tensor[piece.offset : piece.offset + piece.length]
+    if isinstance(stream.source, bytes):
+        memory.copy_(
+            torch.frombuffer(
+                bytearray(stream.source[chunk.start : chunk.start + chunk.length]), dtype=torch.uint8
+            )
+        )
+        return None
+    element = stream.source.element_size()
+    copy_range(memory.view(dtype_of(stream.dtype)), stream.source, chunk.start // element)
+    if stream.source.device.type != "cuda":
+        return None
+    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event.record(torch.cuda.current_stream(stream.source.device))
+    return event
+
+
+def copy_range(flat: torch.Tensor, tensor: torch.Tensor, begin: int, *, back: bool = False) -> None:
+    """Copy elements `begin .. begin + len(flat)` of `tensor`, in row-major order, into `flat` (or the other way).
+
+    flat: (n,) contiguous, same dtype, on the host. Strided tensors are taken row by row, so no second copy of a large
+    view is made.
+    """
+    if tensor.dim() == 0 or tensor.is_contiguous():
+        part = tensor.reshape(-1) if not back else tensor.view(-1)
+        _copy(flat, part[begin : begin + flat.numel()], back)
+        return
+    row = tensor[0].numel()
+    done = 0
+    while done < flat.numel():
+        index, inside = divmod(begin + done, row)
+        if inside == 0 and flat.numel() - done >= row:
+            count = (flat.numel() - done) // row
+            target = flat[done : done + count * row].view(count, *tensor.shape[1:])
+            _copy(target, tensor[index : index + count], back)
+            done += count * row
+        else:
+            length = min(row - inside, flat.numel() - done)
+            copy_range(flat[done : done + length], tensor[index], inside, back=back)
+            done += length
+
+
+def _copy(host: torch.Tensor, other: torch.Tensor, back: bool) -> None:
+    if back:
+        other.copy_(host)
+    else:
+        host.copy_(other, non_blocking=other.device.type == "cuda")

@@ -1,0 +1,269 @@
+"""`Store`: save in the background, commit atomically, load the newest step that verifies."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from types import TracebackType
+from typing import Literal
+
+import torch
+
+from .catalog import Catalog
+from .errors import CkptError, CorruptError, NoCheckpointError
+from .files import FileLayer
+from .handle import SaveHandle
+from .jsonio import Json
+from .loading import describe, load_step, verified_base
+from .lock import StoreLock
+from .options import Compress, OnError, Options
+from .plan import make_plan
+from .reader import StepReader
+from .report import Loaded, SaveReport
+from .retention import Rule
+from .saver import Saver
+
+_log = logging.getLogger("lf_ckpt")
+_STEP_LIMIT = 10**18
+_SCANS = 3  # a writer may retire every step that was listed before a reader opens it
+
+
+class Store:
+    """A checkpoint directory; made by `open`. Calls come from one thread at a time; handles are thread-safe."""
+
+    def __init__(self, path: str | os.PathLike[str], options: Options, files: FileLayer) -> None:
+        if sys.byteorder != "little":
+            raise CkptError("lf-ckpt stores little-endian bytes and needs a little-endian machine")
+        self.path = os.path.realpath(path)  # resolved once: a link changed later does not move the store
+        self.options = options
+        self._catalog = Catalog(files, self.path)
+        self._pid = os.getpid()
+        self._closed = False
+        self._lock: StoreLock | None = None
+        self._saver: Saver | None = None
+        if options.read_only:
+            self._catalog.identify()
+        else:
+            self._open_for_writing()
+
+    def save(
+        self,
+        step: int,
+        tensors: Mapping[str, torch.Tensor],
+        items: Mapping[str, Json] | None = None,
+        *,
+        overlap: bool = False,
+    ) -> SaveHandle:
+        """Start a save of `step` and return when `tensors` may change again (overlap=True: at once).
+
+        tensors: any dtype of `lf_ckpt.DTYPES`, shape, stride and device; names of the same memory stay tied.
+        items: JSON data and bytes. With overlap=True call `handle.wait_staged()` before the optimizer changes the
+        tensors. One save is in flight at a time; a second one waits for it. Saving a step again makes a new attempt
+        that supersedes the old one. Raises UnsupportedError before anything is written, the error of the save before
+        (on_error="raise"), and CkptError on a closed or read-only store or in a forked child.
+        """
+        saver = self._writable()
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
+            raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
+        plan = make_plan(tensors, items or {})
+        return saver.start(step, plan, overlap)
+
+    def load(
+        self,
+        step: int | Literal["latest"] = "latest",
+        into: Mapping[str, torch.Tensor] | None = None,
+        *,
+        strict: bool = True,
+        verify: bool = True,
+    ) -> Loaded:
+        """Load a step; "latest" is the newest one that verifies, and falling back to it is reported and logged.
+
+        into: tensors to fill in place (any stride, device); touched only after the whole step has verified. strict:
+        raise MismatchError unless names, shapes and dtypes of `into` and the step agree. verify=False skips the
+        hashes, not the structure. An explicit step that is damaged raises CorruptError; NoCheckpointError when there
+        is nothing to load. A save in flight is waited for.
+        """
+        self._check_open()
+        if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
+            self._saver.current._over.wait()
+        if step != "latest":
+            return self._load_exact(step, into, strict, verify)
+        fallbacks: dict[str, tuple[int, str]] = {}
+        for _ in range(_SCANS):
+            vanished = False
+            for folder in reversed(self._catalog.folders()):
+                try:
+                    loaded = self._load(folder, into, strict, verify)
+                except FileNotFoundError:
+                    vanished = True
+                except (CorruptError, OSError) as error:
+                    fallbacks[folder] = (_step_of(folder), describe(error))
+                    self._note_damage(folder, error)
+                else:
+                    report = replace(loaded.report, fallbacks=tuple(fallbacks.values()))
+                    return replace(loaded, report=report)
+            if not vanished:
+                break
+        raise NoCheckpointError(self.path, list(fallbacks.values()))
+
+    def steps(self) -> tuple[int, ...]:
+        """Committed steps, ascending: whole manifests whose files have their full length."""
+        self._check_open()
+        return tuple(sorted({manifest.step for manifest in self._catalog.committed()}))
+
+    def latest(self) -> int | None:
+        """Newest committed step, or None. `load` may still fall back from it when its bytes are damaged."""
+        return max(self.steps(), default=None)
+
+    def wait(self) -> SaveReport | None:
+        """Finish the save in flight and return its report, None when nothing was saved yet. Raises its error."""
+        if self._saver is None:
+            self._check_open()
+            return None
+        saver = self._writable()
+        report = saver.current.wait() if saver.current is not None else None
+        saver.raise_undelivered()
+        return report
+
+    def close(self) -> None:
+        """Finish the save in flight, unlock, free the slab; then raise an error that nobody has seen yet."""
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid or self._saver is None:
+            return
+        self._saver.shut_down()
+        self._unlock()
+        self._saver.raise_undelivered()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if error is None:
+            self.close()
+            return
+        try:
+            self.close()
+        except Exception as late:
+            _log.error("%s: also failed while closing: %s", self.path, late)
+
+    def _open_for_writing(self) -> None:
+        files = self._catalog.files
+        try:
+            os.makedirs(os.path.dirname(self.path), exist_ok=True)
+            if not files.exists(self.path):
+                files.mkdir(self.path)
+            self._lock = StoreLock(files, os.path.join(self.path, "LOCK"))
+            self._catalog.create()
+            self._catalog.identify()
+            swept = self._catalog.sweep()
+        except OSError as error:
+            self._unlock()
+            raise CkptError(f"{self.path}: cannot be opened for writing: {error}") from error
+        except BaseException:
+            self._unlock()
+            raise
+        if swept:
+            _log.warning("%s: removed unfinished saves %s", self.path, ", ".join(swept))
+        self._saver = Saver(self._catalog, self.options)
+
+    def _load_exact(
+        self, step: int, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
+    ) -> Loaded:
+        attempts = [name for name in self._catalog.folders() if _step_of(name) == step]
+        if not attempts:
+            raise NoCheckpointError(self.path, (), f"step {step}; committed steps: {list(self.steps())}")
+        return self._load(attempts[-1], into, strict, verify)
+
+    def _load(
+        self, folder: str, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
+    ) -> Loaded:
+        with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:
+            loaded = load_step(
+                reader, into, strict=strict, verify=verify, threads=min(4, os.cpu_count() or 1)
+            )
+            complete = not (loaded.report.unexpected or loaded.report.mismatched)
+            if verify and complete:
+                self._offer_base(reader)
+            return loaded
+
+    def _offer_base(self, reader: StepReader) -> None:
+        """Extents that have just been verified may serve as base of later deltas of this writer."""
+        if self._saver is None or self._saver.base is not None:
+            return
+        base = verified_base(reader, self._catalog.store_id)
+        if base is not None:
+            self._saver.adopt(base, (m.parent.folder for m in self._catalog.committed() if m.parent))
+
+    def _note_damage(self, folder: str, error: Exception) -> None:
+        """Damaged steps do not count for retention and serve as no base."""
+        _log.warning(
+            "%s: step %s cannot be used, trying an older one: %s", self.path, folder, describe(error)
+        )
+        if self._saver is None:
+            return
+        self._saver.damaged.add(folder)
+        if self._saver.base is not None and self._saver.base.folder in (folder, _folder_of(error)):
+            self._saver.base = None
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise CkptError(f"{self.path}: the store is closed")
+
+    def _writable(self) -> Saver:
+        self._check_open()
+        if self._saver is None:
+            raise CkptError(f"{self.path}: opened with read_only=True")
+        if os.getpid() != self._pid:
+            raise CkptError(f"{self.path}: opened by process {self._pid}; a forked child cannot save to it")
+        return self._saver
+
+    def _unlock(self) -> None:
+        if self._lock is not None:
+            try:
+                self._lock.release()
+            except OSError as error:
+                _log.warning("%s: lock not released cleanly: %s", self.path, error)
+            self._lock = None
+
+
+def _step_of(folder: str) -> int:
+    return int(folder.partition(".")[0])
+
+
+def _folder_of(error: Exception) -> str:
+    """Step folder of the file that an error names."""
+    return os.path.basename(os.path.dirname(error.path)) if isinstance(error, CorruptError) else ""
+
+
+def open(
+    path: str | os.PathLike[str],
+    *,
+    keep: Sequence[Rule] = (),
+    on_error: OnError = "raise",
+    full_every: int = 8,
+    slab_bytes: int | None = None,
+    compress: Compress = "auto",
+    threads: int = 1,
+    read_only: bool = False,
+    files: FileLayer | None = None,
+) -> Store:
+    """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
+
+    keep: retention rules joined with "or"; none keeps every step.
+    on_error: what a failed background save does at the next call: raise, or log a warning.
+    full_every: a new base after that many deltas; 0 saves full steps only.
+    slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
+        state `save` waits for the disk while it copies.
+    compress: "auto" samples which byte planes pay, "raw" never compresses, "zstd" tries every plane.
+    threads: threads that hash and compress. files: the file layer, for tests and other storage.
+    Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
+    """
+    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, threads, read_only)
+    return Store(path, options, files or FileLayer())

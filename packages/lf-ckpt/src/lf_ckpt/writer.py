@@ -1,0 +1,160 @@
+"""Writing one data file: staged chunks become extents, then index and trailer. Runs in the store's writer thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+
+from .codec import Bytes, PlaneChooser, encode_planes
+from .files import Buffer, FileLayer
+from .format import (
+    ALIGN,
+    EXTENT_BYTES,
+    HEADER_BYTES,
+    PLANES,
+    RAW,
+    SAME,
+    TRAILER_BYTES,
+    Extent,
+    Header,
+    Trailer,
+    align,
+    hash128,
+    pack_header,
+    pack_index,
+    pack_trailer,
+)
+from .manifest import DataFile, Placed
+from .plan import Chunk, Stream
+
+_ZEROS = bytes(ALIGN)
+
+
+@dataclass(frozen=True)
+class Base:
+    """The full step that deltas refer to: raw hash of an extent -> its number in the base's data file."""
+
+    folder: str
+    root: str
+    table: Mapping[bytes, int]
+
+
+@dataclass
+class Encoded:
+    """An extent on its way to the file; `data` is empty for codec SAME."""
+
+    codec: int
+    raw_hash: bytes
+    stored_hash: bytes
+    data: Buffer
+    parent: int = 0
+
+
+@dataclass
+class DataFileWriter:
+    """Appends extents to an open, empty `.lfckpt`. Call `add` per chunk in stream order, then `finish` once."""
+
+    files: FileLayer
+    fd: int
+    header: Header
+    streams: Sequence[Stream]
+    base: Base | None
+    compress: str
+    pool: Executor | None = None
+    smallest_shared: int = 0
+    extents: list[Extent] = field(default_factory=list)
+    shared_bytes: int = 0
+    codec_bytes: dict[int, int] = field(default_factory=dict)
+    _place: int = HEADER_BYTES
+    _chooser: PlaneChooser = field(default_factory=lambda: PlaneChooser(1, "raw"))
+
+    def start(self) -> None:
+        """Write the header."""
+        self.files.write(self.fd, [pack_header(self.header)], 0)
+
+    def add(self, chunk: Chunk, raw: Bytes) -> None:
+        """Encode and append one chunk. raw: (chunk.length,) uint8, free for reuse when this returns."""
+        stream = self.streams[chunk.stream]
+        if chunk.start == 0:
+            self._chooser = PlaneChooser(stream.width, self.compress)
+        pieces = [raw[at : at + EXTENT_BYTES] for at in range(0, chunk.length, EXTENT_BYTES)]
+        encoded = self._encode_all(pieces, stream)
+        self._append(chunk, pieces, encoded, stream.width)
+
+    def _encode_all(self, pieces: list[Bytes], stream: Stream) -> list[Encoded]:
+        """Encode the extents of a chunk, in the pool when there is one; masks are chosen here, in order."""
+        masks = [self._chooser.mask(piece) for piece in pieces]
+        jobs = [
+            (piece, stream.width, mask, self._table_for(piece))
+            for piece, mask in zip(pieces, masks, strict=True)
+        ]
+        if self.pool is None or len(jobs) == 1:
+            return [_encode(*job) for job in jobs]
+        return list(self.pool.map(lambda job: _encode(*job), jobs))
+
+    def _table_for(self, piece: Bytes) -> Mapping[bytes, int] | None:
+        """The base's hashes, but not for an extent so small that it is not worth tying the step to its base."""
+        return None if self.base is None or piece.size < self.smallest_shared else self.base.table
+
+    def _append(self, chunk: Chunk, pieces: list[Bytes], encoded: list[Encoded], width: int) -> None:
+        """Number the extents and write those that have data with one call."""
+        begin, buffers, start = self._place, [], chunk.start
+        for piece, e in zip(pieces, encoded, strict=True):
+            stored, same = len(e.data), e.codec == SAME
+            place = e.parent if same else self._place
+            record = (
+                chunk.stream,
+                e.codec,
+                width,
+                start,
+                piece.size,
+                stored,
+                place,
+                e.raw_hash,
+                e.stored_hash,
+            )
+            self.extents.append(Extent(*record))
+            self.codec_bytes[e.codec] = self.codec_bytes.get(e.codec, 0) + piece.size
+            start += piece.size
+            if not same:
+                buffers += [e.data, _ZEROS[: align(stored) - stored]]
+                self._place += align(stored)
+        if buffers:
+            self.files.write(self.fd, buffers, begin)
+        self.shared_bytes = self.codec_bytes.get(SAME, 0)
+
+    def finish(self) -> DataFile:
+        """Append index and trailer; the caller fsyncs. A file that refers to nothing has no parent."""
+        index = pack_index(self.extents)
+        size = self._place + len(index) + TRAILER_BYTES
+        parent = bytes.fromhex(self.base.root) if self.base and self.shared_bytes else None
+        digest = hash128(index)
+        trailer = Trailer(self._place, len(index), len(self.extents), size, digest, parent)
+        self.files.write(self.fd, [index, pack_trailer(trailer)], self._place)
+        return DataFile(f"rank-{self.header.rank}.lfckpt", size, len(self.extents), digest.hex())
+
+    def placed(self) -> list[Placed]:
+        """Where each stream landed, by stream number."""
+        counts = [0] * len(self.streams)
+        for extent in self.extents:
+            counts[extent.stream] += 1
+        first, result = 0, []
+        for count in counts:
+            result.append(Placed(0, first, count))
+            first += count
+        return result
+
+    def table(self) -> dict[bytes, int]:
+        """Raw hash -> extent number, for the deltas of a full step."""
+        return {extent.raw_hash: number for number, extent in enumerate(self.extents)}
+
+
+def _encode(raw: Bytes, width: int, mask: int, base: Mapping[bytes, int] | None) -> Encoded:
+    digest = hash128(raw.data)
+    if base is not None and digest in base:
+        return Encoded(SAME, digest, bytes(16), b"", base[digest])
+    packed = encode_planes(raw, width, mask)
+    if packed is None:
+        return Encoded(RAW, digest, digest, raw.data)
+    return Encoded(PLANES, digest, hash128(packed), packed)
