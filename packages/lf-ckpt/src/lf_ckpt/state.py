@@ -25,6 +25,8 @@ from .jsonio import Json
 
 _log = logging.getLogger("lf_ckpt")
 _EXTRA = "_extra_state"
+# These say how a machine computes the update, not what it is; a step saved on a GPU must load on a CPU box.
+_HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
 
 class Collected(NamedTuple):
@@ -231,18 +233,26 @@ def _restore_groups(optimizer: torch.optim.Optimizer, names: Mapping[Tensor, str
         if found is None:
             kept.append(index)
             continue
-        number, values = found
-        for key, value in values.items():
-            if key != "params":
-                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
-        prefix = f"optim_group.{number}."
-        for full, tensor in state.tensors.items():
-            if full.startswith(prefix):
-                key = full.removeprefix(prefix)
-                group[key] = _settle(key, tensor, group.get(key), group["params"][0], group)
+        _fill_group(group, *found, state)
     if kept:
         _log.warning("optimizer groups %s have other members than any saved group; their settings stay", kept)
     return kept
+
+
+def _fill_group(group: dict[str, Any], number: int, values: Mapping[str, Json], state: State) -> None:
+    """Saved hyper-parameters into a live group; whether a value is a tensor or a number is the live group's choice."""
+    prefix = f"optim_group.{number}."
+    tensors = {name.removeprefix(prefix): t for name, t in state.tensors.items() if name.startswith(prefix)}
+    for key, value in {**values, **tensors}.items():
+        live = group.get(key)
+        if key == "params" or key in _HOW_NOT_WHAT:
+            continue
+        if isinstance(live, Tensor):
+            live.copy_(value) if isinstance(value, Tensor) else live.fill_(value)
+        elif isinstance(value, Tensor):
+            group[key] = value.item() if live is not None and value.numel() == 1 else value.detach().clone()
+        else:
+            group[key] = tuple(value) if isinstance(live, tuple) else value
 
 
 def _restore_extra(model: nn.Module, extra: Mapping[str, Json]) -> None:

@@ -155,6 +155,6 @@ def _encode(raw: Bytes, width: int, mask: int, base: Mapping[bytes, int] | None)
     if base is not None and digest in base:
         return Encoded(SAME, digest, bytes(16), b"", base[digest])
     packed = encode_planes(raw, width, mask)
-    if packed is None:
+    if packed is None or align(len(packed)) == align(raw.size):
         return Encoded(RAW, digest, digest, raw.data)
     return Encoded(PLANES, digest, hash128(packed), packed)
