@@ -83,11 +83,15 @@ class HostPool:
         Raises PoolTimeout when none came free, PoolError when the pool is closed or was inherited by fork.
         """
         self._require_usable()
-        lease = self._table.take(0) or self._wait(timeout)
-        with self._lock:
-            self._acquires += 1
-            self._peak = max(self._peak, self.slots - len(self._table.free))
-        return lease
+        return self._counted(self._table.take(0) or self._wait(timeout))
+
+    def try_acquire(self) -> Lease | None:
+        """Lease a slot that is free now, or None; PoolError as for `acquire`."""
+        self._require_usable()
+        if self._table.fenced:
+            self._table.sweep()
+        lease = self._table.take(0)
+        return None if lease is None else self._counted(lease)
 
     def stats(self) -> PoolStats:
         """A snapshot; see PoolStats for the fields."""
@@ -156,6 +160,12 @@ class HostPool:
                 self._add_wait(time.monotonic() - start, 0.0)
                 raise PoolTimeout(f"no slot of {self.slots} came free in {timeout} s; {self._holders()}")
         self._add_wait(time.monotonic() - start, 0.0)
+        return lease
+
+    def _counted(self, lease: Lease) -> Lease:
+        with self._lock:
+            self._acquires += 1
+            self._peak = max(self._peak, self.slots - len(self._table.free))
         return lease
 
     def _holders(self) -> str:

@@ -9,7 +9,7 @@ import ctypes
 import math
 import queue
 import weakref
-from typing import Any, Protocol, Self, runtime_checkable
+from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import numpy as np
 import numpy.typing as npt
@@ -95,6 +95,10 @@ class SlotTable:
                 fence.wait()
         self.sweep()
 
+    def address(self, index: int) -> int:
+        """Address of a slot's first byte."""
+        return self._region.address + index * self._stride
+
     @property
     def live(self) -> int:
         """Slots leased now."""
@@ -121,7 +125,7 @@ class SlotTable:
         self.give_back(index, fences)
 
     def _buffer(self, index: int) -> Any:
-        buffer = self._type.from_address(self._region.address + index * self._stride)
+        buffer = self._type.from_address(self.address(index))
         buffer.region = self._region
         return buffer
 
@@ -167,6 +171,11 @@ class Lease:
         return self._array
 
     @property
+    def address(self) -> int:
+        """Address of the slot's first byte, for native code; PoolError after `release`."""
+        return self._table.address(self.index) if self._held else self._fail("used after its release")
+
+    @property
     def released(self) -> bool:
         """Whether the slot went back."""
         return not self._held
@@ -195,7 +204,7 @@ class Lease:
         try:
             index = self._held.pop()
         except IndexError:
-            raise PoolError(self._released_text("released twice")) from None
+            self._fail("released twice")
         if self._table.tracer is not None:
             self._table.tracer.note("release", index)
         self._array = self._buffer = None
@@ -211,12 +220,11 @@ class Lease:
     def _live_buffer(self) -> Any:
         buffer = self._buffer
         if buffer is None:
-            raise PoolError(self._released_text("used after its release"))
+            self._fail("used after its release")
         return buffer
 
-    def _released_text(self, what: str) -> str:
-        tracer = self._table.tracer
+    def _fail(self, what: str) -> NoReturn:
+        tracer, text = self._table.tracer, f"slot {self.index}: lease {what}"
         if tracer is None:
-            return f"slot {self.index}: lease {what}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released"
-        first = tracer.last_site("release", self.index)
-        return f"slot {self.index}: lease {what}, at {call_site()}; released at {first}"
+            raise PoolError(f"{text}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released")
+        raise PoolError(f"{text}, at {call_site()}; released at {tracer.last_site('release', self.index)}")

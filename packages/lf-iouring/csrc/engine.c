@@ -1,0 +1,232 @@
+/* Threads that gather batches in the order they were submitted. One thread submits and waits. */
+
+#define _GNU_SOURCE
+#include <errno.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stdlib.h>
+#include <string.h>
+#include <time.h>
+#include <unistd.h>
+
+#include "gather.h"
+
+enum { JOBS = 64, MIN_ENTRIES = 8, SPINS = 200 };
+
+typedef struct {
+  struct lf_engine *engine;
+  pthread_t thread;
+  lf_gatherer gatherer;
+  int ring_error, register_error;
+} worker;
+
+struct lf_engine {
+  pthread_mutex_t lock;
+  pthread_cond_t work, finished;
+  lf_job jobs[JOBS];
+  _Atomic int64_t done[JOBS]; /* ticket whose result is in the place */
+  _Atomic int64_t submitted;  /* tickets below it may be claimed */
+  int64_t claimed;            /* under the lock */
+  uint32_t waiters, ready;    /* under the lock */
+  _Atomic int stop;
+  uint32_t want_ring, entries, threads;
+  uint64_t pool, pool_bytes;
+  lf_tally tally;
+  worker workers[];
+};
+
+static void pause_cpu(void) {
+#if defined(__x86_64__) || defined(__i386__)
+  __builtin_ia32_pause();
+#else
+  atomic_signal_fence(memory_order_seq_cst);
+#endif
+}
+
+/* RLIMIT_MEMLOCK may allow a smaller ring, or a ring without registered buffers. */
+static void open_ring(worker *w) {
+  struct lf_engine *e = w->engine;
+  lf_gatherer *g = &w->gatherer;
+  int rc = -ENOMEM;
+  for (uint32_t n = e->entries; n >= MIN_ENTRIES && rc == -ENOMEM; n /= 2) rc = lf_ring_open(&g->ring, n);
+  w->ring_error = -rc;
+  if (rc < 0) return;
+  g->has_ring = 1;
+  if (e->pool_bytes > 0) w->register_error = -lf_ring_register(&g->ring, e->pool, e->pool_bytes);
+}
+
+static int64_t available(struct lf_engine *e) {
+  return atomic_load_explicit(&e->submitted, memory_order_acquire) - e->claimed;
+}
+
+/* The next ticket, or -1 when the engine stops. */
+static int64_t claim(struct lf_engine *e) {
+  pthread_mutex_lock(&e->lock);
+  while (available(e) == 0 && !atomic_load_explicit(&e->stop, memory_order_relaxed)) {
+    e->waiters++;
+    pthread_cond_wait(&e->work, &e->lock);
+    e->waiters--;
+  }
+  int stop = atomic_load_explicit(&e->stop, memory_order_relaxed);
+  int64_t ticket = stop ? -1 : e->claimed++;
+  pthread_mutex_unlock(&e->lock);
+  return ticket;
+}
+
+static void finish(struct lf_engine *e, int64_t ticket) {
+  pthread_mutex_lock(&e->lock);
+  atomic_store_explicit(&e->done[ticket % JOBS], ticket, memory_order_release);
+  pthread_cond_signal(&e->finished);
+  pthread_mutex_unlock(&e->lock);
+}
+
+static void *run(void *arg) {
+  worker *w = arg;
+  struct lf_engine *e = w->engine;
+  if (e->want_ring) open_ring(w); /* here: SINGLE_ISSUER binds a ring to its thread */
+  pthread_mutex_lock(&e->lock);
+  e->ready++;
+  pthread_cond_broadcast(&e->finished);
+  pthread_mutex_unlock(&e->lock);
+  for (int64_t ticket; (ticket = claim(e)) >= 0;) {
+    lf_gather(&w->gatherer, &e->jobs[ticket % JOBS]);
+    finish(e, ticket);
+  }
+  return NULL;
+}
+
+static void report(struct lf_engine *e, lf_info *info) {
+  info->threads = e->threads;
+  for (uint32_t i = 0; i < e->threads; i++) {
+    const worker *w = &e->workers[i];
+    info->ring_threads += (uint32_t)w->gatherer.has_ring;
+    info->registered += (uint32_t)w->gatherer.ring.fixed;
+    if (w->gatherer.has_ring) {
+      info->entries = w->gatherer.ring.entries;
+      info->setup_flags = w->gatherer.ring.flags;
+    }
+    if (w->ring_error) info->ring_error = w->ring_error;
+    if (w->register_error) info->register_error = w->register_error;
+  }
+}
+
+static int start(struct lf_engine *e, uint32_t threads) {
+  sigset_t all, before;
+  sigfillset(&all);
+  pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to Python's main thread */
+  int rc = 0;
+  while (e->threads < threads && rc == 0) {
+    worker *w = &e->workers[e->threads];
+    w->engine = e;
+    w->gatherer.tally = &e->tally;
+    w->gatherer.ring.fd = -1;
+    rc = pthread_create(&w->thread, NULL, run, w);
+    e->threads += rc == 0;
+  }
+  pthread_sigmask(SIG_SETMASK, &before, NULL);
+  return rc;
+}
+
+lf_engine *lf_engine_new(uint32_t threads, uint32_t want_ring, uint32_t entries, uint64_t pool,
+                         uint64_t pool_bytes, lf_info *info) {
+  memset(info, 0, sizeof *info);
+  struct lf_engine *e = calloc(1, sizeof *e + threads * sizeof(worker));
+  if (e == NULL) {
+    info->start_error = ENOMEM;
+    return NULL;
+  }
+  pthread_mutex_init(&e->lock, NULL);
+  pthread_cond_init(&e->work, NULL);
+  pthread_condattr_t clock;
+  pthread_condattr_init(&clock);
+  pthread_condattr_setclock(&clock, CLOCK_MONOTONIC);
+  pthread_cond_init(&e->finished, &clock);
+  pthread_condattr_destroy(&clock);
+  for (int i = 0; i < JOBS; i++) atomic_init(&e->done[i], -1);
+  e->want_ring = want_ring;
+  e->entries = entries;
+  e->pool = pool;
+  e->pool_bytes = pool_bytes;
+  info->start_error = start(e, threads);
+  pthread_mutex_lock(&e->lock);
+  while (e->ready < e->threads) pthread_cond_wait(&e->finished, &e->lock);
+  pthread_mutex_unlock(&e->lock);
+  if (info->start_error && e->threads == 0) {
+    lf_engine_free(e);
+    return NULL;
+  }
+  report(e, info);
+  return e;
+}
+
+int64_t lf_submit(lf_engine *e, const lf_window *window, uint32_t batch, uint64_t dst0, uint64_t row_bytes0,
+                  uint64_t dst1, uint64_t row_bytes1) {
+  int64_t ticket = atomic_load_explicit(&e->submitted, memory_order_relaxed);
+  e->jobs[ticket % JOBS] = (lf_job){.window = window,
+                                    .batch = batch,
+                                    .dst = {(uint8_t *)(uintptr_t)dst0, (uint8_t *)(uintptr_t)dst1},
+                                    .row_bytes = {row_bytes0, row_bytes1}};
+  pthread_mutex_lock(&e->lock);
+  atomic_store_explicit(&e->submitted, ticket + 1, memory_order_release);
+  if (e->waiters > 0) pthread_cond_signal(&e->work);
+  pthread_mutex_unlock(&e->lock);
+  return ticket;
+}
+
+static int is_done(lf_engine *e, int64_t ticket) {
+  return atomic_load_explicit(&e->done[ticket % JOBS], memory_order_acquire) == ticket;
+}
+
+uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fault) {
+  for (int i = 0; i < SPINS && !is_done(e, ticket); i++) pause_cpu();
+  if (!is_done(e, ticket)) {
+    struct timespec until;
+    clock_gettime(CLOCK_MONOTONIC, &until);
+    until.tv_nsec += (long)timeout_ms * 1000000;
+    until.tv_sec += until.tv_nsec / 1000000000;
+    until.tv_nsec %= 1000000000;
+    int rc = 0;
+    pthread_mutex_lock(&e->lock);
+    while (!is_done(e, ticket) && rc == 0) rc = pthread_cond_timedwait(&e->finished, &e->lock, &until);
+    pthread_mutex_unlock(&e->lock);
+    if (!is_done(e, ticket)) return LF_PENDING;
+  }
+  *fault = e->jobs[ticket % JOBS].fault;
+  return fault->kind;
+}
+
+void lf_engine_counters(lf_engine *e, lf_counters *out) {
+  const memory_order relaxed = memory_order_relaxed;
+  out->cached_reads = atomic_load_explicit(&e->tally.cached_reads, relaxed);
+  out->ring_reads = atomic_load_explicit(&e->tally.ring_reads, relaxed);
+  out->pread_reads = atomic_load_explicit(&e->tally.pread_reads, relaxed);
+  out->bytes = atomic_load_explicit(&e->tally.bytes, relaxed);
+  out->busy_ns = atomic_load_explicit(&e->tally.busy_ns, relaxed);
+  out->hash_ns = atomic_load_explicit(&e->tally.hash_ns, relaxed);
+}
+
+/* Waits for the batches being read; those not begun are dropped. */
+void lf_engine_free(lf_engine *e) {
+  pthread_mutex_lock(&e->lock);
+  atomic_store_explicit(&e->stop, 1, memory_order_relaxed);
+  pthread_cond_broadcast(&e->work);
+  pthread_mutex_unlock(&e->lock);
+  for (uint32_t i = 0; i < e->threads; i++) {
+    worker *w = &e->workers[i];
+    pthread_join(w->thread, NULL);
+    if (w->gatherer.ring.fd >= 0) lf_ring_close(&w->gatherer.ring);
+    lf_gatherer_free(&w->gatherer);
+  }
+  pthread_mutex_destroy(&e->lock);
+  pthread_cond_destroy(&e->work);
+  pthread_cond_destroy(&e->finished);
+  free(e);
+}
+
+/* For a forked child: the threads are not here and a lock may be held for ever. Only descriptors are ours
+   to close; the memory is left to the end of the process. */
+void lf_engine_abandon(lf_engine *e) {
+  for (uint32_t i = 0; i < e->threads; i++) {
+    if (e->workers[i].gatherer.ring.fd >= 0) close(e->workers[i].gatherer.ring.fd);
+  }
+}

@@ -1,0 +1,37 @@
+/* A minimal io_uring: one ring, one thread, plain reads. System calls by number, no library. */
+
+#ifndef LF_RING_H
+#define LF_RING_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+typedef struct {
+  int fd;
+  uint32_t entries;
+  uint32_t flags;      /* IORING_SETUP_* in use */
+  int fixed;           /* buffer 0 is registered */
+  uint64_t fixed_start, fixed_bytes;
+  void *rings;
+  size_t rings_bytes;
+  void *sqes;
+  size_t sqes_bytes;
+  uint32_t *sq_tail, *sq_mask, *sq_array;
+  uint32_t *cq_head, *cq_tail, *cq_mask;
+  void *cqes;
+  uint32_t tail;       /* our copy; the kernel sees it at lf_ring_enter */
+  uint32_t queued;     /* entries the kernel has not taken yet */
+} lf_ring;
+
+/* All return 0 or a negative errno. */
+int lf_ring_open(lf_ring *ring, uint32_t entries);
+int lf_ring_register(lf_ring *ring, uint64_t start, uint64_t bytes);
+int lf_ring_enter(lf_ring *ring, uint32_t wait_for);
+
+/* The caller keeps at most `entries` reads in flight. */
+void lf_ring_read(lf_ring *ring, int fd, uint8_t *dst, uint32_t bytes, uint64_t offset, uint64_t tag);
+/* Takes one completion; 0 when there is none. */
+int lf_ring_reap(lf_ring *ring, uint64_t *tag, int32_t *result);
+void lf_ring_close(lf_ring *ring);
+
+#endif

@@ -1,0 +1,123 @@
+"""What a loader hands out, and how slots become arrays or tensors."""
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from lf_memory import HostPool, Lease
+
+from ._errors import LoaderError
+from .engine import Target
+
+Array = npt.NDArray[Any]
+Convert = Callable[[Array], Any]
+
+_ALIGN = 64  # bytes; a cache line, and what vector loads like
+
+
+@dataclass(slots=True, eq=False)
+class Batch:
+    """One rank's rows of a global batch; tensors with return_type "torch", numpy arrays otherwise.
+
+    Attributes:
+        tokens: [rows, edge] in the stored dtype (uint8, uint16 or uint32), zero padded; memory of the pool.
+        lengths: int64[rows], 0 for an empty row.
+        loss_mask: uint8[rows, edge] of 0 and 1, or None if the data set has no such field.
+        ids: int64[rows] record ids, -1 for an empty row.
+        step: number of the global batch.
+        epoch: pass over the data set.
+        lease: the pool slot, or None when the batch has memory of its own.
+    """
+
+    tokens: Any
+    lengths: Any
+    loss_mask: Any
+    ids: Any
+    step: int
+    epoch: int
+    lease: Lease | None = None
+
+    def release(self) -> None:
+        """Give the slot back now instead of when the tensors are garbage.
+
+        `tokens` and `loss_mask` are gone afterwards, and other references to them show the next batch.
+        """
+        del self.tokens, self.loss_mask
+        if self.lease is not None:
+            self.lease.release()
+
+
+class Layout(NamedTuple):
+    """How the rows of one rank lie in a slot: tokens first, then the mask at a 64-byte boundary."""
+
+    rows: int
+    dtype: np.dtype[Any]
+    masked: bool
+
+    def mask_offset(self, edge: int) -> int:
+        """Byte where the mask starts."""
+        return -(-self.rows * edge * self.dtype.itemsize // _ALIGN) * _ALIGN
+
+    def slot_bytes(self, edge: int) -> int:
+        """Bytes a batch of this edge takes."""
+        return self.mask_offset(edge) + (self.rows * edge if self.masked else 0)
+
+    def in_slot(self, lease: Lease, edge: int) -> Target:
+        """Views of a leased slot; they keep it leased."""
+        shape = (self.rows, edge)
+        tokens = lease.view(shape, self.dtype)
+        if not self.masked:
+            return Target(tokens, None, lease.address, 0)
+        at = self.mask_offset(edge)
+        return Target(tokens, lease.view(shape, np.uint8, at), lease.address, lease.address + at)
+
+    def on_heap(self, edge: int) -> Target:
+        """The same in fresh memory."""
+        tokens = np.empty((self.rows, edge), self.dtype)
+        mask = np.empty((self.rows, edge), np.uint8) if self.masked else None
+        return Target(tokens, mask, tokens.ctypes.data, 0 if mask is None else mask.ctypes.data)
+
+
+def layout_of(dataset: Any, rows: int) -> Layout:
+    """The layout for `rows` rows of an lf-format data set; LoaderError for fields this version cannot read."""
+    names = [field.name for field in dataset.fields]
+    if names not in (["tokens"], ["tokens", "loss_mask"]):
+        raise LoaderError(f"fields {names}: this version reads tokens, or tokens and loss_mask")
+    return Layout(rows, np.dtype(dataset.token_dtype), len(names) == 2)
+
+
+def make_pool(layout: Layout, edges: tuple[int, ...], slots: int, hugepages: str) -> HostPool:
+    """A pool whose slots hold a batch of the largest edge."""
+    return HostPool(layout.slot_bytes(max(edges)), slots, hugepages)
+
+
+def converter(return_type: str) -> Convert:
+    """Array to what the user wants: torch.from_numpy, or the array itself.
+
+    Raises LoaderError when torch is asked for by name and missing.
+    """
+    if return_type not in ("auto", "torch", "numpy"):
+        raise LoaderError(f"return_type={return_type!r}: choose auto, torch or numpy")
+    if return_type == "numpy":
+        return _same
+    if importlib.util.find_spec("torch") is None:
+        if return_type == "torch":
+            raise LoaderError("return_type='torch', but torch is not installed: pip install 'torch>=2.6'")
+        return _same
+    import torch
+
+    return torch.from_numpy
+
+
+def _same(array: Array) -> Array:
+    return array
+
+
+def rows_of(array: Array, convert: Convert) -> list[Any]:
+    """The rows of a 2-D array, each converted; one conversion for all where torch allows it."""
+    whole = convert(array)
+    return list(whole.unbind(0)) if hasattr(whole, "unbind") else list(whole)

@@ -1,0 +1,170 @@
+"""The engine in C: io_uring with page-cache reads first, or blocking reads, in threads without the GIL."""
+
+import os
+import weakref
+from typing import Any
+
+import numpy as np
+
+from ._errors import EngineError
+from ._native import ffi, lib
+from ._reads import Reads
+from .engine import Array, Counters, EngineInfo, Target, errno_text, short_read, wrong_hash
+
+_RING_ENTRIES = 64  # reads in flight a thread; NVMe saturates at 32 to 64
+_MAX_REGISTERED = 1 << 30  # bytes; the kernel takes no larger buffer
+_WAIT_MS = 100  # how often a waiting thread looks for signals
+
+_SETUP_FLAGS = {1 << 12: "SINGLE_ISSUER", 1 << 13: "DEFER_TASKRUN"}
+_FIXES = {
+    "EPERM": "a seccomp profile or kernel.io_uring_disabled denies it; allow system calls 425-427",
+    "ENOSYS": "the kernel has no io_uring, or a seccomp profile hides it; Linux 5.6 or newer is needed",
+    "ENOMEM": "RLIMIT_MEMLOCK is too low; raise it (ulimit -l)",
+    "EMFILE": "too few descriptors; raise ulimit -n",
+}
+
+
+def xxh3_64(data: bytes | memoryview | Array, seed: int = 0) -> int:
+    """XXH3, 64 bits, of contiguous bytes."""
+    view = ffi.from_buffer("uint8_t[]", data)
+    return int(lib.lf_xxh3_64(view, len(view), seed))
+
+
+class NativeEngine:
+    """See Engine. `by_name` tells the report whether the user chose."""
+
+    def __init__(self, threads: int, pool: Array, *, want_ring: bool, by_name: bool) -> None:
+        report = ffi.new("lf_info *")
+        bytes_ = pool.nbytes if pool.nbytes <= _MAX_REGISTERED else 0
+        address = int(pool.ctypes.data)
+        self._handle = lib.lf_engine_new(threads, want_ring, _RING_ENTRIES, address, bytes_, report)
+        if self._handle == ffi.NULL:
+            raise EngineError(f"no thread could be started: {errno_text(report.start_error)}")
+        self._info = _describe(report, threads, want_ring, by_name)
+        # Memory that C threads may write: it must outlive them, also when nobody calls close().
+        self._flying: dict[int, tuple[Reads, int, Target, Any]] = {}
+        self._window: tuple[Reads, Any] | None = None
+        self._fault = ffi.new("lf_fault *")
+        self._last = Counters()
+        self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, pool)
+
+    def submit(self, reads: Reads, batch: int, target: Target) -> int:
+        """See Engine."""
+        window = self._window_of(reads)
+        edge = target.tokens.shape[1]
+        ticket = int(
+            lib.lf_submit(
+                self._live(),
+                window[0],
+                batch,
+                target.address,
+                edge * target.tokens.itemsize,
+                target.mask_address,
+                edge if target.mask is not None else 0,
+            )
+        )
+        self._flying[ticket] = (reads, batch, target, window)
+        return ticket
+
+    def wait(self, ticket: int) -> None:
+        """See Engine."""
+        while (kind := lib.lf_wait(self._live(), ticket, _WAIT_MS, self._fault)) == lib.LF_PENDING:
+            pass  # back in Python, where signals are delivered
+        reads, batch, _, _ = self._flying.pop(ticket)
+        if kind != lib.LF_OK:
+            raise _error(reads, batch, kind, self._fault)
+
+    def info(self) -> EngineInfo:
+        """See Engine."""
+        return self._info
+
+    def counters(self) -> Counters:
+        """See Engine."""
+        if self._finalizer.alive:
+            self._last = _counters(self._handle)
+        return self._last
+
+    def close(self) -> None:
+        """See Engine."""
+        self.counters()
+        self._finalizer()
+
+    def abandon(self) -> None:
+        """See Engine."""
+        self._finalizer()
+
+    def _live(self) -> Any:
+        if not self._finalizer.alive:
+            raise EngineError("the engine is closed")
+        return self._handle
+
+    def _window_of(self, reads: Reads) -> tuple[Any, ...]:
+        """The C view of `reads` and the buffers behind it, made once for consecutive batches."""
+        if self._window is None or self._window[0] is not reads:
+            self._window = (reads, _to_c(reads))
+        return self._window[1]
+
+
+def _to_c(reads: Reads) -> tuple[Any, ...]:
+    arrays = {
+        "fd": ("int32_t[]", reads.fd),
+        "offset": ("uint64_t[]", reads.offset),
+        "nbytes": ("uint32_t[]", reads.nbytes),
+        "hash": ("uint32_t[]", reads.hash),
+        "items": ("uint32_t[]", reads.items),
+    }
+    window = ffi.new("lf_window *")
+    views = [ffi.from_buffer(kind, np.ascontiguousarray(array)) for kind, array in arrays.values()]
+    for name, view in zip(arrays, views, strict=True):
+        setattr(window, name, view)
+    window.batches, window.rows = reads.ids.shape
+    window.fields = reads.fields
+    window.verify = reads.verify
+    return (window, *views)
+
+
+def _free(handle: Any, pid: int, flying: dict[int, Any], pool: Array) -> None:
+    if os.getpid() == pid:
+        lib.lf_engine_free(handle)
+    else:
+        lib.lf_engine_abandon(handle)
+    flying.clear()
+
+
+def _counters(handle: Any) -> Counters:
+    c = ffi.new("lf_counters *")
+    lib.lf_engine_counters(handle, c)
+    reads = (c.cached_reads, c.ring_reads, c.pread_reads)
+    return Counters(*reads, c.bytes, c.busy_ns / 1e9, c.hash_ns / 1e9)
+
+
+def _error(reads: Reads, batch: int, kind: int, fault: Any) -> Exception:
+    row, field = fault.row, fault.field
+    if kind == lib.LF_HASH:
+        return wrong_hash(reads, batch, row, fault.expected, fault.found)
+    if kind == lib.LF_SHORT:
+        return short_read(reads, batch, row, field, fault.expected, fault.found)
+    if kind == lib.LF_EXTENT:
+        expected = f"a field of at most {fault.expected} bytes that agrees with the record's length"
+        return reads.error(batch, row, field, expected, f"{fault.found} bytes")
+    return reads.error(batch, row, field, f"{fault.expected} bytes", errno_text(fault.error))
+
+
+def _describe(report: Any, threads: int, want_ring: bool, by_name: bool) -> EngineInfo:
+    started = int(report.threads)
+    few = "" if started == threads else f"; {started} of {threads} threads could be started"
+    if not want_ring:
+        return EngineInfo("pread", "asked for by name" + few, started)
+    if report.ring_threads == 0:
+        text = errno_text(report.ring_error)
+        fix = _FIXES.get(text.split()[0], "see io_uring_setup(2)")
+        return EngineInfo("pread", f"io_uring: {text}: {fix}" + few, started)
+    reason = "asked for by name" if by_name else "available"
+    if report.ring_threads < started:
+        text = errno_text(report.ring_error)
+        reason += f"; only {report.ring_threads} of {started} threads got a ring ({text})"
+    if report.register_error:
+        reason += f"; buffers not registered ({errno_text(report.register_error)})"
+    names = tuple(name for bit, name in _SETUP_FLAGS.items() if report.setup_flags & bit)
+    registered = report.registered == report.ring_threads
+    return EngineInfo("io_uring", reason + few, started, int(report.entries), names, registered)

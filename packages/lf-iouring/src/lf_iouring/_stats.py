@@ -1,0 +1,67 @@
+"""What a loader reports about itself."""
+
+from dataclasses import dataclass
+
+from .engine import EngineInfo
+
+
+@dataclass(frozen=True)
+class LoaderStats:
+    """Counts since the loader was made (in a forked child: since its first batch there).
+
+    Attributes:
+        batches, tokens: delivered to the caller; tokens without padding.
+        bytes: payload bytes the engine was asked for, prefetched batches included.
+        wait_s: seconds the caller waited for a batch that was not ready.
+        plan_s: seconds spent computing record ids and extents, in the caller's thread.
+        read_s: seconds the engine's threads were busy, hashing included.
+        hash_s: the part of it spent in record hashes.
+        cached_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
+        overflow: batches that got memory of their own because every slot was held by the caller.
+        engine, reason: which engine works and why.
+        pages: pages under the pool.
+        slots: slots of the pool.
+    """
+
+    batches: int
+    tokens: int
+    bytes: int
+    wait_s: float
+    plan_s: float
+    read_s: float
+    hash_s: float
+    cached_reads: int
+    ring_reads: int
+    pread_reads: int
+    overflow: int
+    engine: str
+    reason: str
+    pages: str
+    slots: int
+
+
+@dataclass(frozen=True)
+class LoaderInfo:
+    """How a loader is set up.
+
+    Attributes:
+        engine: see EngineInfo.
+        threads_reason: where the number of engine threads comes from.
+        pages, pages_reason: pages under the pool and why these.
+        slots, slot_bytes: size of the pool.
+        prefetch: batches read ahead of the caller.
+        records, steps_per_epoch, fingerprint: of the data set and plan.
+        notes: environment variables seen and what they do here.
+    """
+
+    engine: EngineInfo
+    threads_reason: str
+    pages: str
+    pages_reason: str
+    slots: int
+    slot_bytes: int
+    prefetch: int
+    records: int
+    steps_per_epoch: int
+    fingerprint: str
+    notes: tuple[str, ...]

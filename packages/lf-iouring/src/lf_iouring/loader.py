@@ -1,0 +1,260 @@
+"""LoongDataLoader: checked, bucketed, deterministic batches from an lf-format data set."""
+
+import os
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import asdict
+from typing import Any, Self
+
+from ._batch import Batch, converter, layout_of, make_pool
+from ._errors import LoaderError, PlanError, StateError
+from ._pipeline import Pipeline
+from ._stats import LoaderInfo, LoaderStats
+from .engine import MAX_FLYING, Counters, choose
+from .plan import Plan
+
+# Beyond the batches read ahead: the one the caller works on, and the one it has not let go of yet.
+_SPARE_SLOTS = 3
+
+
+class LoongDataLoader:
+    """Iterable over the batches of one rank, in an order that depends on data set and seed alone.
+
+    Args:
+        dataset: as returned by `lf_format.open_dataset`.
+        global_batch: rows of a batch over all ranks; must divide by world_size.
+        seed: names the order.
+        rank, world_size: this process among those that train together.
+        shuffle: False reads bucket by bucket in the order of the ids.
+        engine: "auto" (io_uring, else pread, else Python, with the reason in `info()`), or one of
+            "io_uring", "pread", "python" and nothing else.
+        num_workers: threads that read; 0 means the cores of this process over the ranks of this host
+            (LOCAL_WORLD_SIZE). No worker processes are started.
+        prefetch_factor: batches read ahead.
+        epochs: passes over the data set; None is endless.
+        return_type: "torch", "numpy", or "auto" for torch where it is installed.
+        hugepages: see lf_memory.HostPool.
+        verify: check the hash of every record.
+
+    A loader is its own iterator and goes on where it stopped; after the last epoch the next `iter` starts
+    again at step 0. Threads may share it: each batch is delivered once. After fork the child goes on from
+    the same position with an engine of its own; it does not pickle (make it in the spawned process).
+
+    Raises PlanError, EngineError or LoaderError for arguments that do not fit, lf_memory.PoolError if there
+    is no memory for the slots.
+    """
+
+    def __init__(
+        self,
+        dataset: Any,
+        *,
+        global_batch: int,
+        seed: int = 0,
+        rank: int = 0,
+        world_size: int = 1,
+        shuffle: bool = True,
+        engine: str = "auto",
+        num_workers: int = 0,
+        prefetch_factor: int = 4,
+        epochs: int | None = None,
+        return_type: str = "auto",
+        hugepages: str = "auto",
+        verify: bool = True,
+    ) -> None:
+        self.plan = plan_of(dataset, global_batch=global_batch, seed=seed, shuffle=shuffle)
+        self._rows = self.plan.rank_rows(rank, world_size)
+        self._layout = layout_of(dataset, self._rows.stop - self._rows.start)
+        self._dataset = dataset
+        self._engine_name = engine
+        self._prefetch = _in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1)
+        self._threads, self._threads_reason = engine_threads(num_workers, self._prefetch)
+        self._end = None if epochs is None else self.plan.steps_per_epoch * _in_range("epochs", epochs, 1)
+        self._convert = converter(return_type)
+        self._hugepages = hugepages
+        self._verify = bool(verify)
+        self._lock = threading.Lock()
+        self._step = 0
+        self._started = self._exhausted = self._closed = False
+        self._pid = os.getpid()
+        self._pipeline = self._open()
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Batches of one pass; the last one to be filled may hold empty rows."""
+        return self.plan.steps_per_epoch
+
+    @property
+    def step(self) -> int:
+        """Batches delivered since the start of epoch 0, which is the number of the next one."""
+        return self._step
+
+    def __len__(self) -> int:
+        """Batches of all epochs; TypeError when endless."""
+        if self._end is None:
+            raise TypeError("an endless loader has no length; see steps_per_epoch")
+        return self._end
+
+    def __iter__(self) -> Iterator[Batch]:
+        self._require_open()
+        if self._exhausted:
+            self._exhausted = False
+            self._step = 0
+        self._started = True
+        return self
+
+    def __next__(self) -> Batch:
+        """The next batch.
+
+        Raises DataError naming file, record and offset when a record is not as written (calling again tries
+        it again), LoaderError when closed.
+        """
+        with self._lock:
+            self._require_open()
+            self._follow_fork()
+            self._started = True
+            if self._end is not None and self._step >= self._end:
+                self._exhausted = True
+                raise StopIteration
+            batch = self._pipeline.fetch(self._step, self._end)
+            self._step += 1
+            return batch
+
+    def state_dict(self) -> dict[str, Any]:
+        """Position after the delivered batches: JSON, below 1 KiB, the same on every rank.
+
+        Batches read ahead do not count. Any rank of any world size and thread count can resume from it.
+        """
+        return self.plan.state(self._step)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue after the batches that a state counts.
+
+        Raises StateError naming what differs when the state is of another data set or plan, and when
+        iteration has begun (batches of the old position may be in use by then).
+        """
+        if self._started:
+            raise StateError("load_state_dict comes before the first iter() or next(); make a new loader")
+        self._step = self.plan.check_state(state)
+
+    def set_step(self, step: int) -> None:
+        """Make `step` (>= 0) the next batch; allowed at any time, costs the batches read ahead."""
+        with self._lock:
+            self._step = _in_range("step", step, 0)
+            self._exhausted = False
+
+    def stats(self) -> LoaderStats:
+        """Counters and times; see LoaderStats."""
+        pipeline, info = self._pipeline, self._pipeline.engine.info()
+        counters: Counters = pipeline.engine.counters()
+        return LoaderStats(
+            batches=pipeline.batches,
+            tokens=pipeline.tokens,
+            wait_s=pipeline.wait_s,
+            plan_s=pipeline.plan_s,
+            overflow=pipeline.overflow,
+            engine=info.name,
+            reason=info.reason,
+            pages=pipeline.pool.pages,
+            slots=pipeline.pool.slots,
+            **asdict(counters),
+        )
+
+    def info(self) -> LoaderInfo:
+        """How the loader is set up, with reasons; see LoaderInfo."""
+        pool = self._pipeline.pool
+        return LoaderInfo(
+            engine=self._pipeline.engine.info(),
+            threads_reason=self._threads_reason,
+            pages=pool.pages,
+            pages_reason=pool.stats().reason,
+            slots=pool.slots,
+            slot_bytes=pool.slot_bytes,
+            prefetch=self._prefetch,
+            records=self.plan.records,
+            steps_per_epoch=self.plan.steps_per_epoch,
+            fingerprint=self.plan.fingerprint,
+            notes=_notes(),
+        )
+
+    def close(self) -> None:
+        """Stop the threads and give the memory up. Batches in use stay valid. Harmless when repeated."""
+        with self._lock:
+            if self._closed:
+                return
+            self._closed = True
+            if os.getpid() == self._pid:
+                self._pipeline.close()
+            else:
+                self._pipeline.abandon()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError("a LoongDataLoader has threads and does not pickle: make it in the new process")
+
+    def _open(self) -> Pipeline:
+        slots = self._prefetch + _SPARE_SLOTS
+        pool = make_pool(self._layout, self.plan.buckets, slots, self._hugepages)
+        raw = all(reader.codecs_raw for reader in self._dataset.readers)
+        engine = choose(self._engine_name, self._threads, pool.buffer, raw=raw, dataset=self._dataset)
+        return Pipeline(
+            self._dataset, self.plan, self._rows, self._layout, pool, engine, self._convert,
+            raw=raw, verify=self._verify, prefetch=self._prefetch,
+        )  # fmt: skip
+
+    def _follow_fork(self) -> None:
+        """A forked child has none of the threads, and the parent goes on writing the shared slots."""
+        if os.getpid() != self._pid:
+            self._pipeline.abandon()
+            self._pid = os.getpid()
+            self._pipeline = self._open()
+
+    def _require_open(self) -> None:
+        if self._closed:
+            raise LoaderError("the loader is closed")
+
+
+def plan_of(dataset: Any, *, global_batch: int, seed: int = 0, shuffle: bool = True) -> Plan:
+    """The plan a LoongDataLoader with these arguments follows."""
+    if len(dataset) == 0:
+        raise PlanError("the data set is empty")
+    return Plan(
+        dataset.lengths, dataset.bucket_of, dataset.buckets, global_batch, seed, shuffle, dataset.fingerprint
+    )
+
+
+def engine_threads(num_workers: int, prefetch: int) -> tuple[int, str]:
+    """Number of engine threads and where it comes from; more than batches in flight would idle."""
+    _in_range("num_workers", num_workers, 0)
+    if num_workers:
+        return min(num_workers, prefetch), "num_workers"
+    cores = len(os.sched_getaffinity(0))
+    ranks = _positive(os.environ.get("LOCAL_WORLD_SIZE"))
+    return max(1, min(cores // ranks, prefetch)), f"{cores} cores over {ranks} ranks of this host"
+
+
+def _positive(text: str | None) -> int:
+    return max(1, int(text)) if text and text.isdigit() else 1
+
+
+def _in_range(name: str, value: int, low: int, high: int | None = None) -> int:
+    if (
+        isinstance(value, bool)
+        or not isinstance(value, int)
+        or value < low
+        or (high is not None and value > high)
+    ):
+        limits = f">= {low}" if high is None else f"in {low}..{high}"
+        raise LoaderError(f"{name}={value!r}: it must be an integer {limits}")
+    return value
+
+
+def _notes() -> tuple[str, ...]:
+    mode = os.environ.get("LOONGFORGE_NCCL_BARRIER_MODE")
+    if mode is None:
+        return ()
+    return (f"LOONGFORGE_NCCL_BARRIER_MODE={mode}: no effect; the C code uses C11 acquire/release",)

@@ -1,0 +1,246 @@
+"""Which records a step reads: a pure function of (plan, step), without I/O and without history."""
+
+import hashlib
+import itertools
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ._errors import PlanError, StateError
+from ._permute import MAX_N, Ids, permute
+
+STATE_VERSION = 1
+_BATCH_STREAM = 1 << 32  # apart from the streams of the buckets, which are their numbers
+
+
+@dataclass(frozen=True, eq=False)
+class BatchSpec:
+    """One global batch.
+
+    Attributes:
+        step: number of the batch since the start of epoch 0.
+        epoch: pass over the data set the batch belongs to.
+        bucket_edge: length in tokens that every row is padded to.
+        ids: int64[global_batch] record ids; -1 marks an empty row.
+    """
+
+    step: int
+    epoch: int
+    bucket_edge: int
+    ids: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Window:
+    """Consecutive batches: `epoch` and `edge` int64[k], `ids` int64[k, rows]."""
+
+    first_step: int
+    epoch: Ids
+    edge: Ids
+    ids: Ids
+
+
+class Plan:
+    """The order of all records for every epoch.
+
+    Each epoch permutes the records of every bucket, cuts full batches from it, and permutes the batches.
+    What a bucket cannot fill rolls on, in order, into batches padded to the next larger edge; the last such
+    batch is filled with empty rows. So every record appears exactly once an epoch, and a step costs O(batch)
+    whatever the number of records.
+
+    Args:
+        lengths: int[n] record lengths in tokens, or None if they need no check against the edges.
+        bucket_of: int[n] bucket number of each record, or None when there is one bucket.
+        buckets: ascending edges in tokens; a record of bucket b has at most buckets[b] tokens.
+        global_batch: rows of a batch over all ranks.
+        seed: names the order.
+        shuffle: False reads bucket by bucket in the order of the ids.
+        fingerprint: name of the data set's content, kept in the state.
+        records: number of records when `lengths` and `bucket_of` are both None.
+
+    Raises PlanError for arguments that fit no order.
+    """
+
+    def __init__(
+        self,
+        lengths: npt.ArrayLike | None,
+        bucket_of: npt.ArrayLike | None,
+        buckets: Sequence[int],
+        global_batch: int,
+        seed: int,
+        shuffle: bool = True,
+        fingerprint: str = "",
+        records: int | None = None,
+    ) -> None:
+        sizes = None if lengths is None else np.asarray(lengths)
+        numbers = None if bucket_of is None else np.asarray(bucket_of)
+        self.buckets = tuple(int(edge) for edge in buckets)
+        self.global_batch = int(global_batch)
+        self.seed = int(seed)
+        self.shuffle = bool(shuffle)
+        self.fingerprint = str(fingerprint)
+        self.records = _count(sizes, numbers, records)
+        _check(self, sizes, numbers)
+        self._members = _members(numbers, len(self.buckets))
+        self._sizes = _bucket_sizes(numbers, self.records, len(self.buckets))
+        full = self._sizes // self.global_batch
+        # Batches are numbered: full ones bucket by bucket, then those made of leftovers.
+        self._full_ends = np.cumsum(full)
+        self._left_starts = full * self.global_batch
+        self._left_ends = np.cumsum(self._sizes - self._left_starts)
+        self._leftovers = int(self._left_ends[-1])
+        self.steps_per_epoch = int(self._full_ends[-1]) - -self._leftovers // self.global_batch
+
+    def batch(self, step: int) -> BatchSpec:
+        """The batch of a step (>= 0, endless: epochs follow each other)."""
+        window = self.window(step, 1)
+        return BatchSpec(step, int(window.epoch[0]), int(window.edge[0]), window.ids[0])
+
+    def window(self, first_step: int, count: int, rows: slice = slice(None)) -> Window:
+        """`count` consecutive batches at once, or only some rows of each; much cheaper than one by one."""
+        if first_step < 0 or count < 0:
+            raise PlanError(f"step {first_step}, count {count}: both must be >= 0")
+        steps = np.arange(first_step, first_step + count, dtype=np.int64)
+        epochs, places = np.divmod(steps, self.steps_per_epoch)
+        columns = np.arange(self.global_batch, dtype=np.int64)[rows]
+        edge = np.empty(count, np.int64)
+        ids = np.empty((count, len(columns)), np.int64)
+        for epoch in np.unique(epochs).tolist():
+            at = np.flatnonzero(epochs == epoch)
+            edge[at], ids[at] = self._epoch_batches(epoch, places[at], columns)
+        return Window(first_step, epochs, edge, ids)
+
+    def rank_slice(self, spec: BatchSpec, rank: int, world: int) -> Ids:
+        """Rows of one rank, int64[global_batch / world]: contiguous, in rank order."""
+        return spec.ids[self.rank_rows(rank, world)]
+
+    def rank_rows(self, rank: int, world: int) -> slice:
+        """The rows of a global batch that belong to a rank. PlanError if the batch does not divide."""
+        if world < 1 or not 0 <= rank < world:
+            raise PlanError(f"rank {rank} of world size {world}")
+        if self.global_batch % world:
+            raise PlanError(f"global batch {self.global_batch} does not divide by world size {world}")
+        rows = self.global_batch // world
+        return slice(rank * rows, (rank + 1) * rows)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Position after `step` delivered batches, for JSON; below 1 KiB and the same on every rank."""
+        return {
+            "version": STATE_VERSION,
+            "step": int(step),
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "epoch": int(step) // self.steps_per_epoch,
+            "fingerprint": self.fingerprint,
+            "params": {
+                "shuffle": self.shuffle,
+                "records": self.records,
+                "buckets": _digest(self.buckets),
+            },
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> int:
+        """The step a state stands for; StateError naming what differs if it is not of this plan."""
+        step = state.get("step") if isinstance(state, Mapping) else None
+        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+            raise StateError("not a loader state: it has no step >= 0")
+        here = self.state(step)
+        differs = {k: (state.get(k), v) for k, v in here.items() if state.get(k) != v}
+        if differs:
+            parts = "; ".join(f"{k}: saved {saved!r}, here {now!r}" for k, (saved, now) in differs.items())
+            raise StateError(f"the state belongs to another plan or data set: {parts}", differs)
+        return step
+
+    def _epoch_batches(self, epoch: int, places: Ids, columns: Ids) -> tuple[Ids, Ids]:
+        """Edges int64[k] and ids int64[k, columns] of the batches at `places` of an epoch."""
+        numbers = self._shuffled(places, self.steps_per_epoch, epoch, _BATCH_STREAM)
+        edge_bucket, buckets, positions = self._positions(numbers, columns)
+        ids = np.full(positions.shape, -1, np.int64)
+        for bucket in np.unique(buckets[buckets >= 0]).tolist():
+            chosen = buckets == bucket
+            order = self._shuffled(positions[chosen], int(self._sizes[bucket]), epoch, bucket)
+            members = self._members[bucket]
+            ids[chosen] = order if members is None else members[order]
+        return np.array(self.buckets, np.int64)[edge_bucket], ids
+
+    def _positions(self, numbers: Ids, columns: Ids) -> tuple[Ids, Ids, Ids]:
+        """The bucket whose edge a batch has, int64[k]; bucket and position of each row, int64[k, columns].
+
+        Positions count through the permutation of the row's bucket; a bucket of -1 marks an empty row.
+        """
+        full = int(self._full_ends[-1])
+        bucket = np.searchsorted(self._full_ends, numbers, side="right")
+        bucket = np.minimum(bucket, len(self.buckets) - 1)
+        before = self._full_ends[bucket] - self._left_starts[bucket] // self.global_batch
+        positions = ((numbers - before) * self.global_batch)[:, None] + columns
+        buckets = np.repeat(bucket[:, None], len(columns), axis=1)
+        rest = numbers >= full
+        if rest.any():
+            start = (numbers[rest] - full) * self.global_batch
+            buckets[rest], positions[rest] = self._leftover_positions(start[:, None] + columns)
+            # the last filled row comes from the batch's largest bucket
+            last = np.minimum(start + self.global_batch, self._leftovers) - 1
+            bucket[rest] = np.searchsorted(self._left_ends, last, side="right")
+        return bucket, buckets, positions
+
+    def _leftover_positions(self, place: Ids) -> tuple[Ids, Ids]:
+        """The same for places in the epoch's list of leftovers."""
+        empty = place >= self._leftovers
+        bucket = np.searchsorted(self._left_ends, np.where(empty, 0, place), side="right")
+        sizes = self._sizes[bucket] - self._left_starts[bucket]
+        inside = place - (self._left_ends[bucket] - sizes)
+        return np.where(empty, -1, bucket), self._left_starts[bucket] + inside
+
+    def _shuffled(self, positions: Ids, n: int, epoch: int, stream: int) -> Ids:
+        if not self.shuffle:
+            return positions
+        return permute(positions, n, seed=self.seed, epoch=epoch, stream=stream)
+
+
+def _count(lengths: Any, bucket_of: Any, records: int | None) -> int:
+    given = {len(a) for a in (lengths, bucket_of) if a is not None}
+    given |= {records} if records is not None else set()
+    if len(given) != 1:
+        raise PlanError(f"number of records unknown or contradictory: {sorted(given)}")
+    return int(given.pop())
+
+
+def _check(plan: Plan, lengths: Any, bucket_of: Any) -> None:
+    edges = plan.buckets
+    if not edges or edges[0] < 1 or any(a >= b for a, b in itertools.pairwise(edges)):
+        raise PlanError(f"buckets {edges}: edges must be positive and ascending")
+    if plan.global_batch < 1:
+        raise PlanError(f"global_batch={plan.global_batch}: it must be at least 1")
+    if not 1 <= plan.records <= MAX_N:
+        raise PlanError("the data set is empty" if plan.records < 1 else "too many records")
+    if bucket_of is None and len(edges) > 1:
+        raise PlanError(f"{len(edges)} buckets need bucket_of")
+    if bucket_of is not None and not 0 <= int(bucket_of.min()) <= int(bucket_of.max()) < len(edges):
+        raise PlanError(f"bucket_of must lie in 0..{len(edges) - 1}")
+    if lengths is None:
+        return
+    limit = edges[0] if bucket_of is None else np.array(edges, np.int64)[bucket_of]
+    over = np.flatnonzero(lengths > limit)
+    if over.size:
+        first = int(over[0])
+        raise PlanError(f"record {first} has {int(lengths[first])} tokens, more than the edge of its bucket")
+
+
+def _members(bucket_of: Any, count: int) -> list[Ids | None]:
+    """Ids of each bucket, ascending; None stands for all ids, which needs no table."""
+    if bucket_of is None or count == 1:
+        return [None]
+    return [np.flatnonzero(bucket_of == bucket).astype(np.int64, copy=False) for bucket in range(count)]
+
+
+def _bucket_sizes(bucket_of: Any, records: int, count: int) -> Ids:
+    if bucket_of is None:
+        return np.array([records], np.int64)
+    return np.bincount(bucket_of, minlength=count).astype(np.int64)
+
+
+def _digest(buckets: tuple[int, ...]) -> str:
+    return hashlib.blake2b(repr(buckets).encode(), digest_size=8).hexdigest()
