@@ -11,7 +11,8 @@
 
 #include "gather.h"
 
-enum { JOBS = 64, MIN_ENTRIES = 8, SPINS = 200 };
+/* Spinning is for the gap between two batches of a fast caller, about 10 us; waking a sleeper costs that much. */
+enum { JOBS = 64, MIN_ENTRIES = 8, WAIT_SPINS = 200, IDLE_SPINS = 400 };
 
 typedef struct {
   struct lf_engine *engine;
@@ -26,7 +27,8 @@ struct lf_engine {
   lf_job jobs[JOBS];
   _Atomic int64_t done[JOBS]; /* ticket whose result is in the place */
   _Atomic int64_t submitted;  /* tickets below it may be claimed */
-  int64_t claimed;            /* under the lock */
+  _Atomic int64_t claimed;    /* written under the lock */
+  _Atomic int spinner;        /* one idle thread at most keeps a core busy */
   uint32_t waiters, ready;    /* under the lock */
   _Atomic int stop;
   uint32_t want_ring, entries, threads;
@@ -56,11 +58,19 @@ static void open_ring(worker *w) {
 }
 
 static int64_t available(struct lf_engine *e) {
-  return atomic_load_explicit(&e->submitted, memory_order_acquire) - e->claimed;
+  return atomic_load_explicit(&e->submitted, memory_order_acquire) -
+         atomic_load_explicit(&e->claimed, memory_order_relaxed);
+}
+
+static void spin_for_work(struct lf_engine *e) {
+  if (atomic_exchange_explicit(&e->spinner, 1, memory_order_acquire)) return;
+  for (int i = 0; i < IDLE_SPINS && available(e) == 0; i++) pause_cpu();
+  atomic_store_explicit(&e->spinner, 0, memory_order_release);
 }
 
 /* The next ticket, or -1 when the engine stops. */
 static int64_t claim(struct lf_engine *e) {
+  spin_for_work(e);
   pthread_mutex_lock(&e->lock);
   while (available(e) == 0 && !atomic_load_explicit(&e->stop, memory_order_relaxed)) {
     e->waiters++;
@@ -68,7 +78,7 @@ static int64_t claim(struct lf_engine *e) {
     e->waiters--;
   }
   int stop = atomic_load_explicit(&e->stop, memory_order_relaxed);
-  int64_t ticket = stop ? -1 : e->claimed++;
+  int64_t ticket = stop ? -1 : atomic_fetch_add_explicit(&e->claimed, 1, memory_order_relaxed);
   pthread_mutex_unlock(&e->lock);
   return ticket;
 }
@@ -178,7 +188,7 @@ static int is_done(lf_engine *e, int64_t ticket) {
 }
 
 uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fault) {
-  for (int i = 0; i < SPINS && !is_done(e, ticket); i++) pause_cpu();
+  for (int i = 0; i < WAIT_SPINS && !is_done(e, ticket); i++) pause_cpu();
   if (!is_done(e, ticket)) {
     struct timespec until;
     clock_gettime(CLOCK_MONOTONIC, &until);

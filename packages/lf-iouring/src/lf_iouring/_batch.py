@@ -2,7 +2,6 @@
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -11,6 +10,7 @@ import numpy.typing as npt
 from lf_memory import HostPool, Lease
 
 from ._errors import LoaderError
+from ._permute import Ids
 from .engine import Target
 
 Array = npt.NDArray[Any]
@@ -19,36 +19,55 @@ Convert = Callable[[Array], Any]
 _ALIGN = 64  # bytes; a cache line, and what vector loads like
 
 
-@dataclass(slots=True, eq=False)
 class Batch:
     """One rank's rows of a global batch; tensors with return_type "torch", numpy arrays otherwise.
 
     Attributes:
         tokens: [rows, edge] in the stored dtype (uint8, uint16 or uint32), zero padded; memory of the pool.
-        lengths: int64[rows], 0 for an empty row.
         loss_mask: uint8[rows, edge] of 0 and 1, or None if the data set has no such field.
-        ids: int64[rows] record ids, -1 for an empty row.
         step: number of the global batch.
         epoch: pass over the data set.
         lease: the pool slot, or None when the batch has memory of its own.
     """
 
-    tokens: Any
-    lengths: Any
-    loss_mask: Any
-    ids: Any
-    step: int
-    epoch: int
-    lease: Lease | None = None
+    __slots__ = ("_convert", "_ids", "_lengths", "epoch", "lease", "loss_mask", "step", "tokens")
+
+    def __init__(
+        self, tokens: Any, loss_mask: Any, lengths: Ids, ids: Ids, step: int, epoch: int,
+        lease: Lease | None, convert: "Convert",
+    ) -> None:  # fmt: skip
+        self.tokens = tokens
+        self.loss_mask = loss_mask
+        self.step = step
+        self.epoch = epoch
+        self.lease = lease
+        self._lengths = lengths
+        self._ids = ids
+        self._convert = convert
+
+    @property
+    def lengths(self) -> Any:
+        """Tokens of each row, int64[rows]; 0 for an empty row."""
+        return self._convert(self._lengths)
+
+    @property
+    def ids(self) -> Any:
+        """Record ids, int64[rows]; -1 for an empty row."""
+        return self._convert(self._ids)
 
     def release(self) -> None:
         """Give the slot back now instead of when the tensors are garbage.
 
         `tokens` and `loss_mask` are gone afterwards, and other references to them show the next batch.
+        PoolError if that was done before.
         """
-        del self.tokens, self.loss_mask
+        self.tokens = self.loss_mask = None
         if self.lease is not None:
             self.lease.release()
+
+    def __repr__(self) -> str:
+        shape = None if self.tokens is None else tuple(self.tokens.shape)
+        return f"Batch(step={self.step}, epoch={self.epoch}, tokens={shape})"
 
 
 class Layout(NamedTuple):
@@ -115,9 +134,3 @@ def converter(return_type: str) -> Convert:
 
 def _same(array: Array) -> Array:
     return array
-
-
-def rows_of(array: Array, convert: Convert) -> list[Any]:
-    """The rows of a 2-D array, each converted; one conversion for all where torch allows it."""
-    whole = convert(array)
-    return list(whole.unbind(0)) if hasattr(whole, "unbind") else list(whole)

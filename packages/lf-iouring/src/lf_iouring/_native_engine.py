@@ -43,6 +43,7 @@ class NativeEngine:
         self._info = _describe(report, threads, want_ring, by_name)
         # Memory that C threads may write: it must outlive them, also when nobody calls close().
         self._flying: dict[int, tuple[Reads, int, Target, Any]] = {}
+        # The C view of the newest window; consecutive batches share it.
         self._window: tuple[Reads, Any] | None = None
         self._fault = ffi.new("lf_fault *")
         self._last = Counters()
@@ -50,18 +51,13 @@ class NativeEngine:
 
     def submit(self, reads: Reads, batch: int, target: Target) -> int:
         """See Engine."""
-        window = self._window_of(reads)
-        edge = target.tokens.shape[1]
-        ticket = int(
-            lib.lf_submit(
-                self._live(),
-                window[0],
-                batch,
-                target.address,
-                edge * target.tokens.itemsize,
-                target.mask_address,
-                edge if target.mask is not None else 0,
-            )
+        window = self._window
+        if window is None or window[0] is not reads:
+            window = self._window = (reads, _to_c(reads))
+        tokens, mask, address, mask_address = target
+        mask_bytes = 0 if mask is None else mask.strides[0]
+        ticket: int = lib.lf_submit(
+            self._live(), window[1][0], batch, address, tokens.strides[0], mask_address, mask_bytes
         )
         self._flying[ticket] = (reads, batch, target, window)
         return ticket
@@ -97,12 +93,6 @@ class NativeEngine:
         if not self._finalizer.alive:
             raise EngineError("the engine is closed")
         return self._handle
-
-    def _window_of(self, reads: Reads) -> tuple[Any, ...]:
-        """The C view of `reads` and the buffers behind it, made once for consecutive batches."""
-        if self._window is None or self._window[0] is not reads:
-            self._window = (reads, _to_c(reads))
-        return self._window[1]
 
 
 def _to_c(reads: Reads) -> tuple[Any, ...]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from lf_memory import HostPool, Lease
 
-from ._batch import Batch, Convert, Layout, rows_of
+from ._batch import Batch, Convert, Layout
 from ._errors import LoaderError
 from ._reads import Reads, locate
 from .engine import Engine, Target
@@ -28,8 +28,6 @@ class _Window:
     epochs: list[int]
     edges: list[int]
     reads: Reads
-    ids: list[Any]
-    lengths: list[Any]
     tokens: list[int]
 
 
@@ -134,13 +132,14 @@ class Pipeline:
         self.tokens += window.tokens[at]
         convert = self._convert
         return Batch(
-            tokens=convert(target.tokens),
-            lengths=window.lengths[at],
-            loss_mask=None if target.mask is None else convert(target.mask),
-            ids=window.ids[at],
-            step=window.first + at,
-            epoch=window.epochs[at],
-            lease=flight.lease,
+            convert(target.tokens),
+            None if target.mask is None else convert(target.mask),
+            window.reads.lengths[at],
+            window.reads.ids[at],
+            window.first + at,
+            window.epochs[at],
+            flight.lease,
+            convert,
         )
 
     def _window_at(self, step: int) -> _Window:
@@ -161,8 +160,6 @@ class Pipeline:
             epochs=window.epoch.tolist(),
             edges=window.edge.tolist(),
             reads=reads,
-            ids=rows_of(window.ids, self._convert),
-            lengths=rows_of(reads.lengths, self._convert),
             tokens=reads.lengths.sum(axis=1).tolist(),
         )
         self.plan_s += time.perf_counter() - began

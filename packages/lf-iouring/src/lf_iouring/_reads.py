@@ -1,5 +1,6 @@
 """Where the rows of consecutive batches lie on disk: plain arrays that every engine understands."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,17 +71,12 @@ def locate(dataset: Any, ids: Ids, *, raw: bool, masked: bool, verify: bool) -> 
     nbytes = np.zeros((len(fields), flat.size), np.uint32)
     hashes = np.zeros(flat.shape, np.uint32)
     paths: dict[int, str] = {}
-    if raw and filled.size:
-        shard, local = dataset.locate(flat[filled])
-        for number in np.unique(shard).tolist():
-            reader = dataset.readers[number]
-            chosen = shard == number
-            at = filled[chosen]
-            fd[at] = reader.fileno()
-            paths[reader.fileno()] = str(reader.path)
-            for i, field in enumerate(fields):
-                extents = reader.extents(local[chosen], field)
-                offset[i, at], nbytes[i, at], hashes[at] = extents.offset, extents.nbytes, extents.hash
+    for reader, at, local in _by_shard(dataset, flat, filled) if raw else ():
+        fd[at] = reader.fileno()
+        paths[reader.fileno()] = str(reader.path)
+        for i, field in enumerate(fields):
+            extents = reader.extents(local, field)
+            offset[i, at], nbytes[i, at], hashes[at] = extents.offset, extents.nbytes, extents.hash
     return Reads(
         ids=ids,
         lengths=lengths.reshape(ids.shape),
@@ -92,3 +88,14 @@ def locate(dataset: Any, ids: Ids, *, raw: bool, masked: bool, verify: bool) -> 
         paths=paths,
         verify=verify,
     )
+
+
+def _by_shard(dataset: Any, flat: Ids, filled: Ids) -> Iterator[tuple[Any, Ids, Ids]]:
+    """For each file with records among `flat[filled]`: its reader, their places, their ids in the file."""
+    if len(dataset.readers) == 1:
+        yield dataset.readers[0], filled, flat[filled]
+        return
+    shard, local = dataset.locate(flat[filled])
+    for number in np.flatnonzero(np.bincount(shard)).tolist():
+        chosen = shard == number
+        yield dataset.readers[number], filled[chosen], local[chosen]

@@ -131,10 +131,12 @@ def collate(records: Sequence[Sample], edge: int | None = None, return_type: str
             target.mask[row, length:] = 0
     convert: Convert = converter(return_type)
     return Batch(
-        tokens=convert(target.tokens),
-        lengths=convert(np.array([len(r.tokens) for r in records], np.int64)),
-        loss_mask=None if target.mask is None else convert(target.mask),
-        ids=convert(np.array([r.id for r in records], np.int64)),
-        step=known.step if known else -1,
-        epoch=known.epoch if known else -1,
+        convert(target.tokens),
+        None if target.mask is None else convert(target.mask),
+        np.array([len(r.tokens) for r in records], np.int64),
+        np.array([r.id for r in records], np.int64),
+        known.step if known else -1,
+        known.epoch if known else -1,
+        None,
+        convert,
     )

@@ -46,7 +46,6 @@ class HostPool:
         self._slot_bytes = slot_bytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._acquires = self._peak = 0
         self._wait_s = self._fence_wait_s = 0.0
         self._closed = False
 
@@ -83,15 +82,15 @@ class HostPool:
         Raises PoolTimeout when none came free, PoolError when the pool is closed or was inherited by fork.
         """
         self._require_usable()
-        return self._counted(self._table.take(0) or self._wait(timeout))
+        return self._table.take(0) or self._wait(timeout)
 
     def try_acquire(self) -> Lease | None:
         """Lease a slot that is free now, or None; PoolError as for `acquire`."""
         self._require_usable()
-        if self._table.fenced:
-            self._table.sweep()
-        lease = self._table.take(0)
-        return None if lease is None else self._counted(lease)
+        table = self._table
+        if table.fenced:
+            table.sweep()
+        return table.take(0)
 
     def stats(self) -> PoolStats:
         """A snapshot; see PoolStats for the fields."""
@@ -101,11 +100,11 @@ class HostPool:
             reason=self._backing.reason,
             slots=self.slots,
             slot_bytes=self._slot_bytes,
-            live=table.live,
+            live=len(table.live),
             fenced=len(table.fenced),
             free=len(table.free),
-            peak=self._peak,
-            acquires=self._acquires,
+            peak=table.peak,
+            acquires=table.acquires,
             collected=table.collected,
             wait_s=self._wait_s,
             fence_wait_s=self._fence_wait_s,
@@ -127,7 +126,7 @@ class HostPool:
             return
         if self._table.live and not force:
             raise PoolError(
-                f"slots {self._table.live_indices()} are leased: release them or close(force=True)"
+                f"slots {sorted(watch.index for watch in self._table.live.values())} are leased: release them or close(force=True)"
             )
         self._table.wait_fences()
         self._closed = True
@@ -162,14 +161,8 @@ class HostPool:
         self._add_wait(time.monotonic() - start, 0.0)
         return lease
 
-    def _counted(self, lease: Lease) -> Lease:
-        with self._lock:
-            self._acquires += 1
-            self._peak = max(self._peak, self.slots - len(self._table.free))
-        return lease
-
     def _holders(self) -> str:
-        return f"{self._table.live} leased, {len(self._table.fenced)} fenced"
+        return f"{len(self._table.live)} leased, {len(self._table.fenced)} fenced"
 
     def _add_wait(self, wait: float, fence: float) -> None:
         with self._lock:

@@ -6,6 +6,7 @@ free list is a list (append and pop are atomic) counted by a SimpleQueue, whose 
 """
 
 import ctypes
+import itertools
 import math
 import queue
 import weakref
@@ -35,8 +36,33 @@ def slot_type(slot_bytes: int) -> type[Any]:
     return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
 
 
+class _Watch(weakref.ref[Any]):
+    """Sees the buffer of one lease become garbage."""
+
+    __slots__ = ("fences", "index", "serial", "table")
+
+    table: "SlotTable"
+    index: int
+    serial: int
+    fences: list[Fence]
+
+
+def _on_garbage(watch: _Watch) -> None:
+    table = watch.table
+    if table.live.pop(watch.serial, None) is not None:  # else it was released before
+        table.collected += 1
+        table.give_back(watch, "collect")
+
+
 class SlotTable:
-    """Free list, leased slots and fenced slots of one region."""
+    """Free list, leased slots and fenced slots of one region.
+
+    Attributes:
+        free: indices of free slots, the last freed at the end.
+        live: leases out now, by serial number; whoever pops an entry has ended that lease.
+        fenced: indices of returned slots with the fences they wait for.
+        peak, collected: see PoolStats; a race between two threads may lose a count, never a slot.
+    """
 
     def __init__(
         self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
@@ -44,41 +70,49 @@ class SlotTable:
         self._region = region
         self._type = slot_type(slot_bytes)
         self._stride = stride
+        self._serials = itertools.count()
+        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
         self.slots = slots
         self.tracer = tracer
-        self.collected = 0
-        self.free: list[int] = list(range(slots - 1, -1, -1))
+        self.acquires = self.peak = self.collected = 0
+        self.free: list[int] = []
+        self.live: dict[int, _Watch] = {}
         self.fenced: dict[int, list[Fence]] = {}
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
-        self._watch: dict[int, weakref.ref[Any]] = {}
-        for index in range(slots):
-            if tracer is not None:
-                poison(self._view(index))
-            self._tokens.put(None)
+        for index in reversed(range(slots)):
+            self._free(index)
 
     def take(self, timeout: float | None) -> "Lease | None":
         """The most recently freed slot as a lease; None if none is free within `timeout` seconds."""
         try:
-            self._tokens.get(timeout is None or timeout > 0, timeout)
+            self._tokens.get(timeout != 0, timeout)
         except queue.Empty:
             return None
         index = self.free.pop()
         if self.tracer is not None:
-            self._check_poison(index)
+            self._check_poison(index, self.tracer)
             self.tracer.note("acquire", index)
-        buffer = self._buffer(index)
-        held = [index]
-        fences: list[Fence] = []
-        self._watch[index] = weakref.ref(buffer, lambda _: self._collect(held, fences))
-        return Lease(self, index, buffer, held, fences)
+        self.acquires += 1
+        used = self.slots - len(self.free)
+        if used > self.peak:
+            self.peak = used
+        return self._lease(index)
 
-    def give_back(self, index: int, fences: list[Fence]) -> None:
-        """Return a slot: to the free list, or to the fenced ones while a fence is pending."""
-        self._watch.pop(index, None)
-        if fences:
-            self.fenced[index] = fences
+    def _lease(self, index: int) -> "Lease":
+        buffer = self._buffer(index)
+        watch = _Watch(buffer, _on_garbage)
+        watch.table, watch.index, watch.fences = self, index, []
+        watch.serial = serial = next(self._serials)
+        self.live[serial] = watch
+        return Lease(watch, buffer)
+
+    def give_back(self, watch: _Watch, action: str) -> None:
+        """Return the slot of an ended lease: to the free list, or to the fenced ones while one is pending."""
+        if self.tracer is not None:
+            self.tracer.note(action, watch.index)
+        if watch.fences:
+            self.fenced[watch.index] = watch.fences
         else:
-            self._free(index)
+            self._free(watch.index)
 
     def sweep(self) -> int:
         """Free every fenced slot whose fences have passed; returns how many are still fenced."""
@@ -99,45 +133,25 @@ class SlotTable:
         """Address of a slot's first byte."""
         return self._region.address + index * self._stride
 
-    @property
-    def live(self) -> int:
-        """Slots leased now."""
-        return len(self._watch)
-
-    def live_indices(self) -> list[int]:
-        """Indices of the slots leased now, ascending."""
-        return sorted(self._watch)
-
     def _free(self, index: int) -> None:
         if self.tracer is not None:
             poison(self._view(index))
         self.free.append(index)
         self._tokens.put(None)
 
-    def _collect(self, held: list[int], fences: list[Fence]) -> None:
-        try:
-            index = held.pop()
-        except IndexError:
-            return  # released before it became garbage
-        self.collected += 1
-        if self.tracer is not None:
-            self.tracer.note("collect", index)
-        self.give_back(index, fences)
-
     def _buffer(self, index: int) -> Any:
-        buffer = self._type.from_address(self.address(index))
+        buffer = self._type.from_address(self._region.address + index * self._stride)
         buffer.region = self._region
         return buffer
 
     def _view(self, index: int) -> npt.NDArray[np.uint8]:
         return np.frombuffer(self._buffer(index), np.uint8)
 
-    def _check_poison(self, index: int) -> None:
+    def _check_poison(self, index: int, tracer: Tracer) -> None:
         offset = first_write(self._view(index))
-        if offset is not None and self.tracer is not None:
-            self.free.append(index)
-            self._tokens.put(None)
-            site = self.tracer.last_site("release", index)
+        if offset is not None:
+            self._free(index)
+            site = tracer.last_site("release", index)
             raise PoolError(f"slot {index} was written at byte {offset} after its release at {site}")
 
 
@@ -146,18 +160,17 @@ class Lease:
 
     Also a context manager that releases on exit. Views taken before the release stay mapped for ever, but
     after it their bytes belong to the next holder.
+
+    Attributes:
+        index: number of the slot.
     """
 
-    __slots__ = ("_array", "_buffer", "_fences", "_held", "_table", "index")
+    __slots__ = ("_array", "_buffer", "_watch", "index")
 
-    def __init__(
-        self, table: SlotTable, index: int, buffer: Any, held: list[int], fences: list[Fence]
-    ) -> None:
-        self.index = index
-        self._table = table
+    def __init__(self, watch: _Watch, buffer: Any) -> None:
+        self.index = watch.index
+        self._watch = watch
         self._buffer = buffer
-        self._held = held
-        self._fences = fences
         self._array: npt.NDArray[np.uint8] | None = None
 
     @property
@@ -173,12 +186,13 @@ class Lease:
     @property
     def address(self) -> int:
         """Address of the slot's first byte, for native code; PoolError after `release`."""
-        return self._table.address(self.index) if self._held else self._fail("used after its release")
+        self._live_buffer()
+        return self._watch.table.address(self.index)
 
     @property
     def released(self) -> bool:
         """Whether the slot went back."""
-        return not self._held
+        return self._buffer is None
 
     def view(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
         """The bytes from `offset` on as an array; the slot stays leased while the array lives.
@@ -188,7 +202,7 @@ class Lease:
         buffer = self._live_buffer()
         try:
             return np.ndarray(shape, dtype, buffer, offset)
-        except TypeError:
+        except (TypeError, ValueError):
             need = offset + math.prod(shape) * np.dtype(dtype).itemsize
             raise PoolError(f"a view of {need} bytes does not fit a slot of {len(buffer)}") from None
 
@@ -197,34 +211,30 @@ class Lease:
         if not isinstance(fence, Fence):
             raise PoolError(f"a fence needs query() and wait(); {type(fence).__name__} has not both")
         self._live_buffer()
-        self._fences.append(fence)
+        self._watch.fences.append(fence)
 
     def release(self) -> None:
         """Give the slot back; PoolError if that was done before."""
-        try:
-            index = self._held.pop()
-        except IndexError:
+        watch = self._watch
+        if watch.table.live.pop(watch.serial, None) is None:
             self._fail("released twice")
-        if self._table.tracer is not None:
-            self._table.tracer.note("release", index)
         self._array = self._buffer = None
-        self._table.give_back(index, self._fences)
+        watch.table.give_back(watch, "release")
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        if self._held:
+        if not self.released:
             self.release()
 
     def _live_buffer(self) -> Any:
-        buffer = self._buffer
-        if buffer is None:
+        if self._buffer is None:
             self._fail("used after its release")
-        return buffer
+        return self._buffer
 
     def _fail(self, what: str) -> NoReturn:
-        tracer, text = self._table.tracer, f"slot {self.index}: lease {what}"
+        tracer, text = self._watch.table.tracer, f"slot {self.index}: lease {what}"
         if tracer is None:
             raise PoolError(f"{text}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released")
         raise PoolError(f"{text}, at {call_site()}; released at {tracer.last_site('release', self.index)}")
