@@ -11,7 +11,8 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 
 import lf_ckpt
 from lf_meta.config import CkptSection
-from lf_meta.errors import RunError
+from lf_meta.errors import CheckpointError, RunError
 
 log = logging.getLogger(__name__)
 Items = dict[str, Any]
@@ -49,31 +50,44 @@ class Checkpointer(Protocol):
     def close(self) -> None: ...
 
 
+@contextmanager
+def _as_checkpoint_error() -> Iterator[None]:
+    try:
+        yield
+    except lf_ckpt.CkptError as e:
+        raise CheckpointError(f"checkpoint: {e}") from e
+
+
 class LfCheckpointer:
     """lf-ckpt: asynchronous, checked, incremental."""
 
     def __init__(self, path: Path, section: CkptSection, read_only: bool = False) -> None:
-        self._store = lf_ckpt.open(
-            path,
-            keep=[lf_ckpt.Last(section.keep)],
-            on_error=section.on_error,
-            full_every=section.full_every,
-            read_only=read_only,
-        )
+        with _as_checkpoint_error():
+            self._store = lf_ckpt.open(
+                path,
+                keep=[lf_ckpt.Last(section.keep)],
+                on_error=section.on_error,
+                full_every=section.full_every,
+                read_only=read_only,
+            )
 
     def save(self, step: int, tensors: Mapping[str, Tensor], items: Items) -> None:
-        self._store.save(step, tensors, items)
+        with _as_checkpoint_error():
+            self._store.save(step, tensors, items)
 
     def load(self, step: int | None) -> Restored:
-        loaded = self._store.load(step="latest" if step is None else step)
+        with _as_checkpoint_error():
+            loaded = self._store.load(step="latest" if step is None else step)
         notes = tuple(f"step {s} was skipped: {why}" for s, why in loaded.report.fallbacks)
         return Restored(loaded.step, loaded.tensors, dict(loaded.items), notes)
 
     def wait(self) -> None:
-        self._store.wait()
+        with _as_checkpoint_error():
+            self._store.wait()
 
     def close(self) -> None:
-        self._store.close()
+        with _as_checkpoint_error():
+            self._store.close()
 
 
 class TorchCheckpointer:
@@ -101,7 +115,7 @@ class TorchCheckpointer:
         except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
             temporary.unlink(missing_ok=True)
             if self._section.on_error == "raise":
-                raise
+                raise CheckpointError(f"checkpoint of step {step}: {e}") from e
             log.warning("checkpoint of step %d failed: %s; training goes on", step, e)
             return
         for old in self._steps()[: -self._section.keep]:
@@ -153,7 +167,8 @@ def digest(restored: Restored) -> str:
     for name in sorted(restored.tensors):
         t = restored.tensors[name].detach().cpu().contiguous()
         h.update(f"{name} {t.dtype} {tuple(t.shape)}\n".encode())
-        h.update(t.view(-1).view(torch.uint8).numpy() if t.numel() else b"")
+        if t.numel():
+            h.update(t.view(-1).view(torch.uint8).numpy().data)
     comparable = {k: v for k, v in restored.items.items() if k != "config"}
     h.update(json.dumps(comparable, sort_keys=True).encode())
     return h.hexdigest()

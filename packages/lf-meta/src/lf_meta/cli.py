@@ -10,14 +10,15 @@ import argparse
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from typing import TypeAlias
 
 import lf_meta
 from lf_meta.errors import MetaError
 from lf_meta.launch import Launch, report_exit
 from lf_meta.signals import StopSignal, exit_code
 
-Command = Callable[[argparse.Namespace], int]
+Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -33,9 +34,6 @@ def _parser() -> argparse.ArgumentParser:
     _add_digest(commands)
     _add_config(commands)
     return parser
-
-
-Commands = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
 def _add_launch(p: argparse.ArgumentParser) -> None:

@@ -53,7 +53,9 @@ class DataSection(Section):
     path: str | None = Field(
         None, description="text, .jsonl, .npz or .loongbin; default: Python's own reference"
     )
-    tokenizer: str = Field("bytes", description="'bytes' or the path of a tokenizer.json")
+    tokenizer: str | None = Field(
+        None, description="'bytes' (default for text) or the path of a tokenizer.json"
+    )
     max_len: Annotated[int, Field(ge=2)] = Field(
         128, description="longest record in tokens; longer texts are split"
     )
@@ -129,6 +131,7 @@ class MetricsSection(Section):
     """Logging; the only place where the host waits for the device."""
 
     every: PositiveInt = Field(10, description="steps between log lines")
+    sample_ids: bool = Field(False, description="write the record ids of every step to RUN/ids-rank-R.jsonl")
 
 
 class DistSection(Section):

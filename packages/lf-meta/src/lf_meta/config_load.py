@@ -29,11 +29,11 @@ _Loader.add_implicit_resolver(
 
 
 def _unique_mapping(loader: yaml.SafeLoader, node: yaml.MappingNode) -> dict[Any, Any]:
-    keys = [loader.construct_object(k) for k, _ in node.value]  # type: ignore[no-untyped-call]
+    keys = [loader.construct_object(k) for k, _ in node.value]
     doubled = next((k for i, k in enumerate(keys) if k in keys[:i]), None)
     if doubled is not None:
         raise ConfigError(str(doubled), f"given twice in one section (line {node.start_mark.line + 1})")
-    return {k: loader.construct_object(v, deep=True) for k, (_, v) in zip(keys, node.value, strict=True)}  # type: ignore[no-untyped-call]
+    return {k: loader.construct_object(v, deep=True) for k, (_, v) in zip(keys, node.value, strict=True)}
 
 
 _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_mapping)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -57,23 +58,35 @@ def _already_packed(path: Path) -> DataPaths | None:
 
 
 def _pack(section: DataSection, seed: int, target: Path) -> DataPaths:
-    options = {
-        "tokenizer": section.tokenizer,
-        "max_len": section.max_len,
-        "eval_fraction": section.eval_fraction,
-        "seed": seed,
-        "num_workers": section.workers,
-    }
+    pack: Callable[..., lff.PreprocessReport]
+    if section.path is None:
+        pack = functools.partial(lff.preprocess_documents, default_documents())
+    else:
+        pack = functools.partial(lff.preprocess, [section.path])
     try:
-        if section.path is None:
-            report = lff.preprocess_documents(default_documents(), target, **options)
-        else:
-            report = lff.preprocess([section.path], target, **options)
+        report = pack(
+            target,
+            tokenizer=section.tokenizer,
+            max_len=section.max_len,
+            eval_fraction=section.eval_fraction,
+            seed=seed,
+            num_workers=section.workers,
+        )
     except (OSError, ValueError) as e:
         raise DataError(f"data.path {section.path or '(default text)'}: {e}") from e
     source = section.path or DEFAULT_NAME
-    note = f"packed {source} into {target}: {report}"
+    note = f"packed {source} into {target}: {_counts(report)}"
     return DataPaths(target / "train.loongbin", _if_exists(target / "eval.loongbin"), note)
+
+
+def _counts(report: lff.PreprocessReport) -> str:
+    held_out = f", {report.eval_documents} documents held out" if report.eval else ""
+    empty = f"; {len(report.empty)} empty documents left out" if report.empty else ""
+    notes = "".join(f"; {n}" for n in report.notes)
+    return (
+        f"{report.documents} documents, {report.tokens:,} tokens, {report.records:,} records in buckets "
+        f"{', '.join(map(str, report.buckets))}{held_out}{empty}{notes}"
+    )
 
 
 def open_split(path: Path, vocab_size: int | None) -> lff.Dataset:

@@ -128,7 +128,7 @@ class World:
     def no_sync(self, model: nn.Module, skip: bool) -> AbstractContextManager[None]:
         """Leave out the gradient all-reduce of a micro-batch that is not the step's last."""
         if skip and isinstance(model, nn.parallel.DistributedDataParallel):
-            return model.no_sync()  # type: ignore[no-any-return]
+            return model.no_sync()
         return nullcontext()
 
 

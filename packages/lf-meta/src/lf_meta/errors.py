@@ -29,6 +29,10 @@ class DataError(MetaError):
     exit_code = 2
 
 
+class CheckpointError(MetaError):
+    """A checkpoint could not be written or read back; earlier ones are intact."""
+
+
 class RunError(MetaError):
     """A run directory is missing, unfinished or already in use."""
 

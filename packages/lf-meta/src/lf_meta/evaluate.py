@@ -12,10 +12,9 @@ import torch
 from torch import nn
 
 import lf_format as lff
-import lf_iouring as lfi
 from lf_meta.config import LoaderSection
 from lf_meta.dist import World
-from lf_meta.feed import Order, make_feed, to_micro_batches
+from lf_meta.feed import Batch, Order, make_feed, to_micro_batches
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class EvalJob:
         loss_sum, count = world.sum_(totals).tolist()
         return EvalResult(loss_sum / max(count, 1), int(count))
 
-    def _batch_totals(self, model: nn.Module, batch: lfi.Batch, world: World) -> torch.Tensor:
+    def _batch_totals(self, model: nn.Module, batch: Batch, world: World) -> torch.Tensor:
         ((tokens, lengths, mask),) = to_micro_batches(batch, 1, world.device)
         with self.autocast():
             loss_sum, count = model(tokens, lengths, mask)

@@ -7,24 +7,55 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch import Tensor
 
 import lf_format as lff
 import lf_iouring as lfi
+from lf_memory import PoolError
 from lf_meta.config import LoaderSection
 from lf_meta.dist import World
+from lf_meta.errors import ConfigError
 from lf_meta.optim import MicroBatch
+
+
+class Batch(Protocol):
+    """This rank's rows of a global batch.
+
+    Attributes:
+        tokens: [rows, edge] in the stored dtype (uint8, uint16 or uint32), zero past each row's length.
+        lengths: [rows] tokens in each row; 0 for an empty row.
+        loss_mask: [rows, edge], or None when every token is a target.
+        ids: int64 [rows] record numbers; -1 for an empty row.
+    """
+
+    @property
+    def tokens(self) -> Tensor: ...
+
+    @property
+    def lengths(self) -> Tensor: ...
+
+    @property
+    def loss_mask(self) -> Tensor | None: ...
+
+    @property
+    def ids(self) -> Tensor: ...
+
+    @property
+    def epoch(self) -> int: ...
+
+    def release(self) -> None: ...
 
 
 class Feed(Protocol):
     """What the loop needs of a loader."""
 
-    def __iter__(self) -> Iterator[lfi.Batch]: ...
+    def __iter__(self) -> Iterator[Batch]: ...
 
     def state_dict(self) -> dict[str, Any]: ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None: ...
 
-    def info(self) -> dict[str, Any]: ...
+    def info(self) -> object: ...
 
     def close(self) -> None: ...
 
@@ -40,7 +71,27 @@ class Order:
 
 
 def make_feed(dataset: lff.Dataset, section: LoaderSection, order: Order, world: World) -> Feed:
-    """The feed chosen by ``loader.backend``, cut to this rank's rows."""
+    """The feed chosen by ``loader.backend``, cut to this rank's rows.
+
+    Raises:
+        ConfigError: the loader cannot be had as configured (an engine that was asked for by name, memory).
+    """
+    try:
+        return _make_feed(dataset, section, order, world)
+    except (lfi.LoaderError, PoolError) as e:
+        raise ConfigError("loader", str(e)) from e
+
+
+def describe(feed: Feed) -> str:
+    """One line about a feed: engine or workers, and why."""
+    info = feed.info()
+    if not isinstance(info, lfi.LoaderInfo):
+        return str(info)
+    engine = info.engine
+    return f"{engine.name} ({engine.reason}), {engine.threads} thread(s), {info.slots} slots on {info.pages} pages"
+
+
+def _make_feed(dataset: lff.Dataset, section: LoaderSection, order: Order, world: World) -> Feed:
     if section.backend == "torch":
         from lf_meta.feed_torch import TorchFeed
 
@@ -59,13 +110,13 @@ def make_feed(dataset: lff.Dataset, section: LoaderSection, order: Order, world:
     )
 
 
-def to_micro_batches(batch: lfi.Batch, accum: int, device: torch.device) -> list[MicroBatch]:
+def to_micro_batches(batch: Batch, accum: int, device: torch.device) -> list[MicroBatch]:
     """Copy a batch to the device and cut its rows into ``accum`` micro-batches.
 
     Tokens travel in their stored width (1, 2 or 4 bytes) and become int64 on the device.
     """
     tokens = batch.tokens.to(device, non_blocking=True).to(torch.int64)
-    lengths = torch.as_tensor(batch.lengths).to(device, non_blocking=True).to(torch.int64)
+    lengths = batch.lengths.to(device, non_blocking=True).to(torch.int64)
     mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True).bool()
     rows = tokens.shape[0] // accum
     cuts = [slice(i * rows, (i + 1) * rows) for i in range(accum)]

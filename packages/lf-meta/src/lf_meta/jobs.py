@@ -13,6 +13,7 @@ from lf_meta.config import Config
 from lf_meta.dist import World
 from lf_meta.errors import DataError, RunError
 from lf_meta.evaluate import EvalJob
+from lf_meta.feed import describe
 from lf_meta.infer import Sampling, generate
 from lf_meta.loop import Outcome, train
 from lf_meta.metrics import MetricsFile
@@ -67,7 +68,7 @@ def _introduce(s: Session) -> None:
     precision = "fp32" if s.autocast().__class__.__name__ == "nullcontext" else "bf16"
     print(
         f"{s.config.model.name} {s.config.model.size}: {parameters:,} parameters on {s.world.device} in {precision}, "
-        f"{s.world.size} rank(s); loader {s.feed.info()}",
+        f"{s.world.size} rank(s); loader: {describe(s.feed)}",
         flush=True,
     )
 

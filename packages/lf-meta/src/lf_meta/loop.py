@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import lf_iouring as lfi
 from lf_meta.errors import DataError
-from lf_meta.feed import to_micro_batches
+from lf_meta.feed import Batch, to_micro_batches
 from lf_meta.metrics import Row, StepRecord
 from lf_meta.optim import accumulate, normalise_and_clip
 from lf_meta.progress import Progress
@@ -43,6 +43,8 @@ def train(s: Session) -> Outcome:
                 break
             waited, batch = _next_batch(batches)
             s.metrics.add(_train_step(s, batch), waited)
+            if s.ids_file is not None:
+                s.ids_file.append([{"step": s.step + 1, "ids": batch.ids.tolist()}])
             batch.release()
             s.step += 1
             save, evaluate = _due(s.step, config.ckpt.every, last), _due(s.step, config.eval.every, last)
@@ -65,7 +67,7 @@ def _due(step: int, every: int, last: int) -> bool:
     return step == last or (every > 0 and step % every == 0)
 
 
-def _next_batch(batches: Iterator[lfi.Batch]) -> tuple[float, lfi.Batch]:
+def _next_batch(batches: Iterator[Batch]) -> tuple[float, Batch]:
     start = time.perf_counter()
     try:
         batch = next(batches)
@@ -74,13 +76,12 @@ def _next_batch(batches: Iterator[lfi.Batch]) -> tuple[float, lfi.Batch]:
     return time.perf_counter() - start, batch
 
 
-def _train_step(s: Session, batch: lfi.Batch) -> StepRecord:
+def _train_step(s: Session, batch: Batch) -> StepRecord:
     """One optimizer step; nothing in here waits for the device."""
     optim = s.config.optim
     seed_all(s.config.run.seed, s.step, s.world.rank)
-    lr = learning_rate(
-        s.step, peak=optim.lr, floor=optim.min_lr, warmup=optim.warmup, total=s.config.run.steps
-    )
+    floor = optim.lr * optim.min_lr_ratio
+    lr = learning_rate(s.step, peak=optim.lr, floor=floor, warmup=optim.warmup, total=s.config.run.steps)
     for group in s.optimizer.param_groups:
         group["lr"] = lr
     s.optimizer.zero_grad(set_to_none=True)

@@ -73,21 +73,15 @@ class StepMetrics:
             "wait_pct": round(100 * self._waited / elapsed, 2),
         }
         self.restart_clock()
-        return [self._row(r, *v, shared) for r, v in zip(records, values, strict=True)]
+        return [{**self._row(r, *v), **shared} for r, v in zip(records, values, strict=True)]
 
     @staticmethod
-    def _row(record: StepRecord, loss_sum: float, count: float, grad_norm: float, shared: Row) -> Row:
+    def _row(record: StepRecord, loss_sum: float, count: float, grad_norm: float) -> Row:
         loss = loss_sum / max(count, 1)
         if not math.isfinite(loss):
             raise NonFiniteLossError(record.step, loss)
-        own = {
-            "step": record.step,
-            "epoch": record.epoch,
-            "loss": loss,
-            "grad_norm": grad_norm,
-            "lr": record.lr,
-        }
-        return {**own, "tokens": int(count), **shared}
+        own: Row = {"step": record.step, "epoch": record.epoch, "loss": loss, "grad_norm": grad_norm}
+        return {**own, "lr": record.lr, "tokens": int(count)}
 
 
 class MetricsFile:

@@ -31,6 +31,13 @@ def make_optimizer(model: nn.Module, section: OptimSection) -> torch.optim.AdamW
     return torch.optim.AdamW(groups, lr=section.lr, betas=section.betas, eps=section.eps, fused=True)
 
 
+def apply_hyperparameters(optimizer: torch.optim.Optimizer, section: OptimSection) -> None:
+    """Let the configuration decide after a checkpoint brought its own hyper-parameters back."""
+    for group in optimizer.param_groups:
+        group["betas"], group["eps"] = section.betas, section.eps
+        group["weight_decay"] = section.weight_decay if group["params"][0].ndim >= 2 else 0.0
+
+
 def accumulate(
     model: nn.Module,
     micro_batches: Sequence[MicroBatch],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -34,6 +33,10 @@ class RunDir:
     def metrics(self) -> Path:
         """One JSON object a step."""
         return self.root / "metrics.jsonl"
+
+    def sample_ids(self, rank: int) -> Path:
+        """One JSON object a step: which records this rank was given."""
+        return self.root / f"ids-rank-{rank}.jsonl"
 
     @property
     def plot(self) -> Path:
@@ -100,7 +103,7 @@ def read_config(run: RunDir, overrides: list[str] | tuple[str, ...] = ()) -> Con
 
 def write_tokenizer(run: RunDir, tokenizer: lff.Tokenizer) -> None:
     """Keep the tokenizer with the run."""
-    run.tokenizer.write_text(json.dumps(tokenizer.to_dict()), encoding="utf-8")
+    run.tokenizer.write_text(tokenizer.dumps(), encoding="utf-8")
 
 
 def read_tokenizer(run: RunDir) -> lff.Tokenizer:
@@ -110,7 +113,7 @@ def read_tokenizer(run: RunDir) -> lff.Tokenizer:
         RunError: the run has none (its data was given as ids).
     """
     try:
-        return lff.tokenizer_from_dict(json.loads(run.tokenizer.read_text(encoding="utf-8")))
+        return lff.loads_tokenizer(run.tokenizer.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunError(
             f"{run.root} has no tokenizer: its data was packed from ids, so ids cannot become text"

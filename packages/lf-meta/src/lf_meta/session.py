@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import lf_format as lff
+import lf_iouring as lfi
 from lf_meta import data, rundir
 from lf_meta.checkpoint import Checkpointer, collect_state, open_checkpointer, restore_state
 from lf_meta.config import Config
@@ -20,7 +21,7 @@ from lf_meta.evaluate import EvalJob
 from lf_meta.feed import Feed, Order, make_feed
 from lf_meta.metrics import MetricsFile, StepMetrics
 from lf_meta.models import build_model
-from lf_meta.optim import make_optimizer
+from lf_meta.optim import apply_hyperparameters, make_optimizer
 from lf_meta.seeding import seed_all
 from lf_meta.signals import StopSignal
 
@@ -43,6 +44,7 @@ class Session:
     autocast: Autocast
     checkpointer: Checkpointer | None  # on rank 0
     metrics_file: MetricsFile | None  # on rank 0
+    ids_file: MetricsFile | None  # on every rank, when metrics.sample_ids is on
     metrics: StepMetrics = field(default_factory=StepMetrics)
     step: int = 0
     tokens_seen: int = 0
@@ -67,17 +69,19 @@ class Session:
             restored = reader.load(None)
             reader.close()
         restore_state(self.model, self.optimizer, restored)
+        apply_hyperparameters(self.optimizer, self.config.optim)
         self._restore_position(restored.items["data"])
         self.step = self.saved_step = restored.items["train"]["step"]
         self.tokens_seen = restored.items["train"]["tokens_seen"]
-        if self.metrics_file is not None:
-            self.metrics_file.truncate_after(self.step)
+        if self.world.is_main:  # also files of ranks that this run no longer has
+            for path in (self.run.metrics, *self.run.root.glob("ids-rank-*.jsonl")):
+                MetricsFile(path).truncate_after(self.step)
         return restored.notes
 
     def _restore_position(self, state: dict[str, object]) -> None:
         try:
             self.feed.load_state_dict(state)
-        except ValueError as e:
+        except lfi.StateError as e:
             raise ConfigError("data", f"the checkpoint belongs to another order of samples: {e}") from e
 
 
@@ -116,7 +120,7 @@ def _open_data(config: Config, run: rundir.RunDir, world: World) -> tuple[lff.Da
 
 def _keep_tokenizer(config: Config, run: rundir.RunDir, train: lff.Dataset) -> None:
     """Store the tokenizer in the run if it is the one the data was made with (ids may come from elsewhere)."""
-    tokenizer = lff.load_tokenizer(config.data.tokenizer)
+    tokenizer = lff.load_tokenizer(config.data.tokenizer or "bytes")
     if tokenizer.info == train.tokenizer:
         rundir.write_tokenizer(run, tokenizer)
 
@@ -169,6 +173,7 @@ def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopS
             autocast,
             checkpointer,
             MetricsFile(run.metrics) if world.is_main else None,
+            MetricsFile(run.sample_ids(world.rank)) if config.metrics.sample_ids else None,
         )
 
 

@@ -1,0 +1,117 @@
+"""Run the real command line in real processes, on a job small enough to be started dozens of times."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SMALL = [
+    "model.args.layers=1",
+    "model.args.hidden=32",
+    "model.args.ffn=48",
+    "model.args.heads=2",
+    "model.args.dropout=0.1",
+    "data.max_len=64",
+    "batch.size=8",
+    "batch.accum=2",
+    "metrics.every=5",
+    "eval.every=0",
+    "eval.batches=2",
+]
+Popen = subprocess.Popen[str]
+
+
+@dataclass
+class Cli:
+    """``loongforge`` inside one folder."""
+
+    folder: Path
+    environment: dict[str, str]
+
+    def start(self, *arguments: str, **environment: str) -> Popen:
+        """Start a command; its output goes to ``out`` in the folder."""
+        out = (self.folder / "out").open("a")
+        with out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "lf_meta.cli", *arguments],
+                cwd=self.folder,
+                env={**self.environment, **environment},
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+
+    def run(self, *arguments: str, code: int = 0, **environment: str) -> str:
+        """Run a command to its end, check its exit code, return its output."""
+        (self.folder / "out").unlink(missing_ok=True)
+        process = self.start(*arguments, **environment)
+        process.wait(timeout=240)
+        assert process.returncode == code, self.output()
+        return self.output()
+
+    def output(self) -> str:
+        return (self.folder / "out").read_text()
+
+    def train(self, name: str, *overrides: str, code: int = 0, **environment: str) -> str:
+        """A small run to its end."""
+        return self.run("train", f"run.name={name}", *SMALL, *overrides, code=code, **environment)
+
+    def rows(self, name: str) -> list[dict[str, Any]]:
+        """Complete metric rows of a run."""
+        path = self.folder / "runs" / name / "metrics.jsonl"
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        return [json.loads(line) for line in lines if line.endswith("\n")]
+
+    def losses(self, name: str) -> dict[int, tuple[float, float]]:
+        """step -> (loss, lr); fails on a step that appears twice."""
+        rows = [r for r in self.rows(name) if "loss" in r]
+        found = {r["step"]: (r["loss"], r["lr"]) for r in rows}
+        assert len(found) == len(rows), "a step appears twice"
+        return found
+
+    def digest(self, name: str, step: int | None = None) -> str:
+        """sha256 of a checkpoint."""
+        at = [] if step is None else ["--step", str(step)]
+        return self.run("digest", f"runs/{name}", *at).split()[0]
+
+    def sample_ids(self, name: str) -> dict[int, list[int]]:
+        """step -> record ids of the global batch, in order of the ranks."""
+        by_step: dict[int, dict[int, list[int]]] = {}
+        for path in sorted((self.folder / "runs" / name).glob("ids-rank-*.jsonl")):
+            for line in path.read_text().splitlines():
+                row = json.loads(line)
+                by_step.setdefault(row["step"], {})[int(path.stem.split("-")[-1])] = row["ids"]
+        return {s: [i for r in sorted(ranks) for i in ranks[r]] for s, ranks in by_step.items()}
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    environment.pop("LOONGFORGE_EXIT_FILE", None)
+    return Cli(tmp_path, environment)
+
+
+def wait_until(condition: Callable[[], object], process: Popen | None = None, timeout: float = 120) -> None:
+    """Poll a condition; fail when it does not come true or the process ends first."""
+    end = time.monotonic() + timeout
+    while not condition():
+        assert process is None or process.poll() is None, f"ended early with {process and process.returncode}"
+        assert time.monotonic() < end, "timed out"
+        time.sleep(0.02)
+
+
+@pytest.fixture
+def until() -> Callable[..., None]:
+    return wait_until
+
+
+@pytest.fixture
+def small() -> list[str]:
+    return SMALL

@@ -1,0 +1,213 @@
+"""A run that was killed, stopped or moved to other ranks ends where an undisturbed one does."""
+
+import functools
+import json
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+def _checkpointed(folder: Path, name: str, step: int) -> Callable[[], bool]:
+    return lambda: (folder / "runs" / name / "ckpt" / "steps" / str(step) / "MANIFEST").exists()
+
+
+def _more_rows(cli: Any, name: str, seen: int) -> bool:
+    return len(cli.rows(name)) > seen
+
+
+def test_40_steps_equal_20_then_kill_9_then_resume(cli: Any, until: Any, small: list[str]) -> None:
+    cli.train("straight", "run.steps=40")
+    process = cli.start("train", "run.name=killed", *small, "run.steps=40")
+    until(_checkpointed(cli.folder, "killed", 20), process)
+    process.kill()
+    process.wait()
+    assert max(cli.losses("killed"), default=0) < 40
+    cli.run("resume", "runs/killed")
+    assert cli.digest("killed") == cli.digest("straight")
+    assert cli.losses("killed") == cli.losses("straight")
+    assert sorted(cli.losses("killed")) == list(range(1, 41))
+
+
+def test_digest_tells_runs_apart(cli: Any) -> None:
+    cli.train("a", "run.steps=6")
+    cli.train("b", "run.steps=6", "run.seed=1")
+    cli.train("c", "run.steps=7")
+    assert len({cli.digest(n) for n in "abc"}) == 3
+
+
+def test_ten_sigterms_at_random_moments_change_nothing(cli: Any, until: Any, small: list[str]) -> None:
+    # saves after every step and a long eval after every third: most signals land in one of them
+    busy = ["run.steps=120", "ckpt.every=1", "eval.every=3", "eval.batches=0", "data.eval_fraction=0.3"]
+    cli.train("straight", *busy)
+    moments = random.Random(20261129)
+    process = cli.start("train", "run.name=stopped", *small, *busy)
+    seen = 0
+    for _ in range(10):
+        until(functools.partial(_more_rows, cli, "stopped", seen), process)
+        time.sleep(moments.uniform(0, 0.25))
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 143, cli.output()
+        seen = len(cli.rows("stopped"))
+        last_row = max(cli.losses("stopped"))
+        assert f"step {last_row}" in cli.run("digest", "runs/stopped"), "the interrupted step is saved"
+        process = cli.start("resume", "runs/stopped")
+    assert process.wait(timeout=120) == 0, cli.output()
+    assert cli.digest("stopped") == cli.digest("straight")
+    assert cli.losses("stopped") == cli.losses("straight")
+    evals = {r["step"]: r["eval_loss"] for r in cli.rows("stopped") if "eval_loss" in r}
+    assert evals == {r["step"]: r["eval_loss"] for r in cli.rows("straight") if "eval_loss" in r}
+
+
+def test_a_signal_before_the_first_step_saves_step_0(cli: Any, until: Any, small: list[str]) -> None:
+    process = cli.start("train", "run.name=early", *small, "run.steps=2000")
+    until(lambda: (cli.folder / "runs/early/config.yaml").exists(), process)
+    process.send_signal(signal.SIGINT)
+    assert process.wait(timeout=60) == 130, cli.output()
+    assert "loongforge resume runs/early" in cli.output()
+    cli.run("resume", "runs/early", "run.steps=3")
+    assert sorted(cli.losses("early"))[-1] >= 3
+
+
+def test_one_rank_two_ranks_one_rank_keep_samples_and_losses(cli: Any) -> None:
+    options = ["run.steps=30", "ckpt.every=10", "metrics.sample_ids=true", "model.args.dropout=0"]
+    cli.train("one", *options)
+    cli.train("moved", *options[1:], "run.steps=10")
+    cli.run("resume", "runs/moved", "run.steps=20", "--nproc", "2")
+    assert "2 rank(s)" in cli.output()
+    cli.run("resume", "runs/moved", "run.steps=30")
+    assert cli.sample_ids("moved") == cli.sample_ids("one")
+    assert sorted(cli.sample_ids("one")) == list(range(1, 31))
+    # the schedule depends on run.steps, so the losses are compared where it has not been changed yet
+    first = {s: loss for s, (loss, _) in cli.losses("moved").items() if s <= 10}
+    assert sorted(first) == list(range(1, 11))
+
+
+def test_two_ranks_compute_what_one_rank_computes(cli: Any) -> None:
+    options = ["run.steps=15", "model.args.dropout=0", "batch.accum=1"]
+    cli.train("one", *options)
+    cli.train("two", *options, "--nproc", "2")
+    one, two = cli.losses("one"), cli.losses("two")
+    assert sorted(one) == sorted(two) == list(range(1, 16))
+    for step in one:
+        assert two[step][0] == pytest.approx(one[step][0], rel=2e-5)
+
+
+def _ranks(launcher: int) -> list[int]:
+    """Pids of the training processes below a launcher."""
+    listing = subprocess.run(
+        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
+    ).stdout
+    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
+    agents = {int(p) for p, parent, _ in rows if int(parent) == launcher}
+    return [int(p) for p, parent, _ in rows if int(parent) in agents]
+
+
+@pytest.mark.parametrize("target", ["one rank", "launcher"])
+def test_with_two_ranks_one_signal_stops_both(cli: Any, until: Any, small: list[str], target: str) -> None:
+    process = cli.start("train", "run.name=pair", *small, "run.steps=100000", "--nproc", "2")
+    until(lambda: cli.rows("pair"), process)
+    victims = _ranks(process.pid)
+    assert len(victims) == 2
+    os.kill(victims[1] if target == "one rank" else process.pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 143, cli.output()
+    assert f"step {max(cli.losses('pair'))}" in cli.run("digest", "runs/pair")
+
+
+SLOW_FSYNC = """
+import os, time
+if os.environ.get("RANK", "0") == "0":
+    fsync, fdatasync = os.fsync, os.fdatasync
+    def slow(fd, call=fsync):
+        marker = os.environ.get("SLOW_MARKER")
+        if marker and os.path.exists(marker):
+            open(marker + ".used", "w").close()
+            os.unlink(marker)
+            time.sleep(float(os.environ["SLOW_SECONDS"]))
+        return call(fd)
+    os.fsync = slow
+    os.fdatasync = lambda fd: slow(fd, fdatasync)
+"""
+
+
+def _slow_disk(folder: Path, seconds: float) -> dict[str, str]:
+    """Environment under which the first fsync after ``marker`` appears takes ``seconds`` (rank 0 only)."""
+    (folder / "hooks").mkdir()
+    (folder / "hooks" / "sitecustomize.py").write_text(SLOW_FSYNC)
+    marker = str(folder / "marker")
+    return {"PYTHONPATH": str(folder / "hooks"), "SLOW_MARKER": marker, "SLOW_SECONDS": str(seconds)}
+
+
+@pytest.mark.slow
+def test_a_save_longer_than_torchruns_grace_completes(cli: Any, until: Any, small: list[str]) -> None:
+    environment = _slow_disk(cli.folder, 35)  # torchrun kills its workers 30 s after a signal
+    process = cli.start(
+        "train", "run.name=slow", *small, "run.steps=100000", "ckpt.every=0", "--nproc", "2", **environment
+    )
+    until(lambda: cli.rows("slow"), process)
+    Path(environment["SLOW_MARKER"]).touch()
+    start = time.monotonic()
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=120) == 143, cli.output()
+    assert time.monotonic() - start > 34, "the save was really slow"
+    assert Path(environment["SLOW_MARKER"] + ".used").exists()
+    assert f"step {max(cli.losses('slow'))}" in cli.run("digest", "runs/slow")
+
+
+@pytest.mark.parametrize("ranks", ["1", "2"])
+def test_a_second_sigterm_exits_at_once(cli: Any, until: Any, small: list[str], ranks: str) -> None:
+    environment = _slow_disk(cli.folder, 600)
+    process = cli.start(
+        "train", "run.name=twice", *small, "run.steps=100000", "ckpt.every=0", "--nproc", ranks, **environment
+    )
+    until(lambda: cli.rows("twice"), process)
+    Path(environment["SLOW_MARKER"]).touch()
+    process.send_signal(signal.SIGTERM)
+    until(lambda: Path(environment["SLOW_MARKER"] + ".used").exists(), process)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(timeout=20) == 143
+
+
+def test_resume_refuses_another_order_of_samples(cli: Any) -> None:
+    cli.train("order", "run.steps=4")
+    output = cli.run("resume", "runs/order", "batch.size=16", "run.steps=8", code=2)
+    assert "global_batch" in output
+    output = cli.run("resume", "runs/order", "run.seed=5", "run.steps=8", code=2)
+    assert "seed" in output
+
+
+def test_resume_of_a_finished_run_trains_nothing_more(cli: Any) -> None:
+    cli.train("done", "run.steps=4")
+    before = cli.digest("done")
+    cli.run("resume", "runs/done")
+    assert cli.digest("done") == before
+    assert sorted(cli.losses("done")) == [1, 2, 3, 4]
+
+
+def test_resume_falls_back_when_the_newest_checkpoint_is_damaged(cli: Any) -> None:
+    cli.train("damaged", "run.steps=20", "ckpt.every=10")
+    expected = cli.digest("damaged")
+    newest = cli.folder / "runs/damaged/ckpt/steps/20"
+    data = next(newest.glob("*.lfckpt"))
+    blob = bytearray(data.read_bytes())
+    blob[len(blob) // 2] ^= 1
+    data.write_bytes(blob)
+    output = cli.run("resume", "runs/damaged")
+    assert "step 20" in output
+    assert "resumed at step 10" in output
+    assert cli.digest("damaged") == expected
+
+
+def test_metrics_rows_are_json_with_the_documented_columns(cli: Any) -> None:
+    cli.train("rows", "run.steps=5")
+    row = next(r for r in cli.rows("rows") if r["step"] == 3)
+    assert set(row) == {
+        *("step", "epoch", "loss", "grad_norm", "lr", "tokens", "tokens_per_s", "step_ms", "wait_pct")
+    }
+    assert json.dumps(row)

@@ -1,0 +1,173 @@
+"""The job as a user meets it: default run, errors, full disks, twins, commands."""
+
+import math
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+import pytest
+
+import lf_format as lff
+
+
+@pytest.mark.slow
+def test_the_default_run_learns_english_text(cli: Any) -> None:
+    output = cli.run("train")
+    run = cli.folder / "runs" / "gr00t_n16_lm-tiny-001"
+    losses = [loss for _, (loss, _) in sorted(cli.losses(run.name).items())]
+    assert len(losses) == 300
+    assert losses[0] == pytest.approx(math.log(256), abs=0.15)
+    assert mean(losses[-20:]) < 2.6
+    assert "packed Python's language reference" in output
+    assert "sample after step 300" in output
+    assert "next: loongforge infer" in output
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    text = cli.run("infer", str(run), "--prompt", "Python ", "--tokens", "40", "--temperature", "0")
+    assert text.startswith("Python ")
+    assert len(text) > 40
+    assert "eval loss" in cli.run("eval", str(run))
+    assert cli.run("eval", str(run)) == cli.run("eval", str(run), "loader.backend=torch")
+
+
+def test_an_existing_run_is_never_overwritten(cli: Any) -> None:
+    cli.train("mine", "run.steps=2")
+    assert "loongforge resume runs/mine" in cli.train("mine", "run.steps=2", code=2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["optim.lrr=1"], "optim.lrr: unknown setting; the nearest is optim.lr"),
+        (["absent.yaml"], "absent.yaml"),
+        (["batch.size=7", "batch.accum=2"], "batch.accum"),
+        (["model.size=huge"], "model.size"),
+        (["model.args.width=3"], "model.args.width"),
+        (["data.path=/nonexistent.txt"], "data.path"),
+        (["data.tokenizer=/nonexistent.json"], "tokenizer"),
+        (["model.vocab_size=100"], "record"),
+        (["device.type=cuda"], "device.type"),
+        (["dist.backend=nccl"], "dist.backend"),
+    ],
+)
+def test_errors_of_the_user_exit_2_before_the_first_step(cli: Any, arguments: list[str], says: str) -> None:
+    output = cli.run("train", *arguments, code=2)
+    assert says in output
+    assert "Traceback" not in output
+    assert not list(cli.folder.glob("runs/*/metrics.jsonl"))
+
+
+def test_the_same_errors_exit_2_with_two_ranks(cli: Any) -> None:
+    output = cli.run("train", "model.vocab_size=100", "--nproc", "2", code=2)
+    assert "record" in output
+    output = cli.run("train", "batch.size=9", "--nproc", "2", code=2)
+    assert "batch.size" in output
+
+
+def test_an_id_outside_the_vocabulary_names_file_record_and_id(cli: Any) -> None:
+    data = cli.folder / "data"
+    data.mkdir()
+    with lff.Writer(data / "train.loongbin", vocab_size=300, buckets=(32, 64)) as writer:
+        for i in range(64):
+            ids = np.arange(20) % 250
+            if i == 41:
+                ids[7] = 299
+            writer.append(ids)
+    output = cli.train("bad", f"data.path={data}", "model.vocab_size=250", code=2)
+    for needed in ("train.loongbin", "41", "299"):
+        assert needed in output
+    cli.train("good", f"data.path={data}", "run.steps=2")
+
+
+def test_own_text_is_packed_trained_on_and_generated_from(cli: Any) -> None:
+    texts = cli.folder / "texts"
+    texts.mkdir()
+    for i in range(20):
+        (texts / f"{i:02d}.txt").write_text(f"The answer to question {i} is {i * i}. " * 40)
+    output = cli.train("mine", f"data.path={texts}", "run.steps=10", "data.eval_fraction=0.2", "eval.every=5")
+    assert "packed" in output
+    assert [r["step"] for r in cli.rows("mine") if "eval_loss" in r] == [5, 10]
+    assert cli.run("infer", "runs/mine", "--tokens", "5").startswith("The ")
+
+
+@pytest.mark.parametrize(
+    "twin", ["loader.backend=torch", "ckpt.backend=torch", "loader.engine=pread", "loader.engine=python"]
+)
+def test_twins_give_the_same_run_bit_for_bit(cli: Any, twin: str) -> None:
+    options = ["run.steps=12", "ckpt.every=4", "metrics.sample_ids=true"]
+    cli.train("ours", *options)
+    cli.train("twin", *options, twin)
+    assert cli.losses("twin") == cli.losses("ours")
+    assert cli.sample_ids("twin") == cli.sample_ids("ours")
+    cli.run("resume", "runs/twin", "run.steps=14")
+    cli.run("resume", "runs/ours", "run.steps=14")
+    assert cli.losses("twin") == cli.losses("ours")
+
+
+def test_a_loss_that_explodes_stops_the_run_and_keeps_good_checkpoints(cli: Any) -> None:
+    output = cli.train(
+        "boom", "run.steps=60", "optim.lr=1e20", "optim.clip=0", "ckpt.every=1", "metrics.every=7", code=1
+    )
+    assert "loss at step" in output
+    assert "Traceback" not in output
+    assert "step" in cli.run("digest", "runs/boom")
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB: two or three checkpoints of the small model."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    if os.geteuid() or subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder]).returncode:
+        pytest.skip("mounting a tmpfs needs root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+@pytest.mark.parametrize("policy", ["warn", "raise"])
+def test_a_full_disk_in_a_save_goes_on_or_stops_as_configured(
+    cli: Any, small_disk: Path, policy: str
+) -> None:
+    options = [
+        "ckpt.every=2",
+        "ckpt.keep=100",
+        "ckpt.full_every=0",
+        f"ckpt.dir={small_disk}",
+        f"ckpt.on_error={policy}",
+    ]
+    output = cli.train("full", "run.steps=40", *options, code=0 if policy == "warn" else 1)
+    assert "space" in output.lower() or "full" in output.lower()
+    assert "Traceback" not in output
+    assert (40 in cli.losses("full")) == (policy == "warn")
+    subprocess.run(["mount", "-o", "remount,size=64m", small_disk], check=True)
+    saved = int(cli.run("digest", "runs/full").split()[-1])
+    assert 0 < saved < 40
+    assert not [p for p in small_disk.rglob("*") if p.suffix == ".tmp"]
+    cli.run("resume", "runs/full")
+    assert 40 in cli.losses("full")
+
+
+def test_a_killed_peer_ends_the_job_with_an_error(cli: Any, until: Any, small: list[str]) -> None:
+    import signal
+
+    process = cli.start("train", "run.name=lost", *small, "run.steps=100000", "--nproc", "2")
+    until(lambda: cli.rows("lost"), process)
+    listing = subprocess.run(["ps", "-eo", "pid,ppid"], capture_output=True, text=True, check=True).stdout
+    pairs = [tuple(map(int, line.split())) for line in listing.splitlines()[1:]]
+    agents = {p for p, parent in pairs if parent == process.pid}
+    rank = max(p for p, parent in pairs if parent in agents)
+    os.kill(rank, signal.SIGKILL)
+    assert process.wait(timeout=90) == 1
+    cli.run("resume", "runs/lost", "run.steps=5")
+
+
+def test_config_show_names_the_origin_of_each_value(cli: Any) -> None:
+    (cli.folder / "c.yaml").write_text("optim:\n  warmup: 7\n")
+    output = cli.run("config", "show", "c.yaml", "run.steps=9")
+    assert "optim.warmup = 7  # c.yaml" in output
+    assert "run.steps = 9  # command line" in output
+    assert "optim.clip = 1.0  # default" in output
+    assert '"RunSection"' in cli.run("config", "schema")
