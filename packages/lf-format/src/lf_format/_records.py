@@ -110,4 +110,4 @@ def _not_integers(given: object, ids: Array, document: object) -> InputError:
 
 
 def _is_id(value: object) -> bool:
-    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= value < 1 << 63
+    return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= int(value) < 1 << 63
