@@ -125,9 +125,8 @@ class HostPool:
         if self._closed:
             return
         if self._table.live and not force:
-            raise PoolError(
-                f"slots {sorted(watch.index for watch in self._table.live.values())} are leased: release them or close(force=True)"
-            )
+            leased = sorted(watch.index for watch in self._table.live.values())
+            raise PoolError(f"slots {leased} are leased: release them or close(force=True)")
         self._table.wait_fences()
         self._closed = True
 
