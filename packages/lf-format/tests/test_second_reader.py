@@ -1,0 +1,167 @@
+"""A second reader, written from SPEC.md with struct, json and xxhash alone, agrees with the first byte for byte."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import xxhash
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import lf_format as lff
+
+RAW_GOLDEN = [p for p in sorted((Path(__file__).parent / "golden").glob("*.loongbin")) if p.stem != "zstd"]
+WIDTHS = {"uint8": 1, "uint16": 2, "uint32": 4}
+FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
+
+
+def h(data: bytes, seed: int = 0) -> int:
+    return xxhash.xxh3_64_intdigest(data, seed)
+
+
+def u(raw: bytes, offset: int, size: int) -> int:
+    return struct.unpack_from("<" + FORMATS[size], raw, offset)[0]
+
+
+def up(x: int, a: int) -> int:
+    return -(-x // a) * a
+
+
+def text(raw: bytes) -> str:
+    return raw.rstrip(b"\0").decode()
+
+
+class SecondReader:
+    """Sections 2-6 of SPEC.md in order."""
+
+    def __init__(self, raw: bytes) -> None:
+        self.raw = raw
+        self._header()
+        self._trailer()
+        self._index()
+        hashes = struct.pack(f"<{self.n_blocks}Q", *self.columns["blk.hash"])
+        assert h(raw[56:480] + hashes + struct.pack("<Q", self.index_hash)) == self.root
+
+    def _header(self) -> None:
+        raw = self.raw
+        assert raw[:8] == bytes.fromhex("89 4C 46 42 0D 0A 1A 0A")
+        assert (u(raw, 8, 2), u(raw, 12, 4), u(raw, 32, 8), u(raw, 96, 4)) == (1, 4096, 0, 1)
+        assert u(raw, 4088, 8) == h(raw[:4088])
+        self.vocab_size = u(raw, 56, 8)
+        self.tokenizer = text(raw[104:360]), text(raw[360:480])
+        schema = raw[u(raw, 64, 8) : u(raw, 64, 8) + u(raw, 72, 8)]
+        assert h(schema) == u(raw, 80, 8)
+        assert u(raw, 88, 8) == up(4096 + len(schema), 4096)
+        self.schema = json.loads(schema)
+
+    def _trailer(self) -> None:
+        at = len(self.raw) - 128
+        tail = self.raw[at:]
+        assert tail[:8] == bytes.fromhex("89 4C 46 54 0D 0A 1A 0A")
+        assert h(tail[:120]) == u(tail, 120, 8)
+        self.index_at, size, self.index_hash = u(tail, 8, 8), u(tail, 16, 8), u(tail, 24, 8)
+        self.n_records, self.n_tokens, self.n_blocks = u(tail, 32, 8), u(tail, 40, 8), u(tail, 48, 8)
+        assert (u(tail, 56, 8), u(tail, 64, 8)) == (at, 0)
+        self.root = u(tail, 72, 8)
+        self.index = self.raw[self.index_at : self.index_at + size]
+        assert h(self.index) == self.index_hash
+        assert up(self.index_at + size, 64) == at
+
+    def _index(self) -> None:
+        index, self.columns = self.index, {}
+        assert index[:4] == b"LFIX"
+        assert (u(index, 8, 8), u(index, 16, 8)) == (self.n_records, self.n_blocks)
+        for k in range(u(index, 4, 4)):
+            entry = index[64 + 64 * k : 128 + 64 * k]
+            width = {1: 1, 2: 2, 3: 4, 4: 8}[u(entry, 24, 4)]
+            rows, offset, size = u(entry, 32, 8), u(entry, 40, 8), u(entry, 48, 8)
+            assert (u(entry, 28, 4), size) == (0, rows * width)
+            values = struct.unpack_from(f"<{rows}{FORMATS[width]}", index, offset)
+            self.columns[text(entry[:24])] = values
+        assert sum(self.columns["rec.length"]) == u(index, 24, 8) == self.n_tokens
+        assert sum(self.columns["blk.count"]) == self.n_records
+
+    def field_size(self, field: dict[str, Any], length: int) -> int:
+        return (length + 7) // 8 if field["kind"] == "bits" else length * WIDTHS[field["dtype"]]
+
+    def records(self) -> Iterator[tuple[list[int], list[bool] | None, int]]:
+        """(tokens, loss mask, flags) of every record."""
+        first = 0
+        for block in range(self.n_blocks):
+            count = self.columns["blk.count"][block]
+            yield from self._block(block, range(first, first + count))
+            first += count
+
+    def _block(self, block: int, ids: range) -> Iterator[tuple[list[int], list[bool] | None, int]]:
+        at = self.columns["blk.offset"][block]
+        head = self.raw[at : at + 64]
+        assert head[:4] == b"LFBK"
+        assert h(head[:56]) == u(head, 56, 8)
+        assert (u(head, 6, 1), u(head, 12, 4), u(head, 16, 8)) == (0, len(ids), ids.start)
+        payload = self.raw[at + 64 : at + 64 + u(head, 32, 8)]
+        assert h(payload) == u(head, 40, 8) == self.columns["blk.hash"][block]
+        planes = self._planes(payload, [self.columns["rec.length"][i] for i in ids])
+        edges = [0, *self.schema["buckets"]]
+        for k, i in enumerate(ids):
+            parts = [plane[k] for plane in planes]
+            state = 0
+            for part in parts:
+                state = h(part, state)
+            assert state % 2**32 == self.columns["rec.hash"][i]
+            length = self.columns["rec.length"][i]
+            assert edges[u(head, 4, 2)] < length <= edges[u(head, 4, 2) + 1]
+            width = FORMATS[WIDTHS[self.schema["fields"][0]["dtype"]]]
+            tokens = list(struct.unpack(f"<{length}{width}", parts[0]))
+            mask = [bool(parts[1][j // 8] >> j % 8 & 1) for j in range(length)] if len(parts) == 2 else None
+            yield tokens, mask, self.columns["rec.flags"][i]
+
+    def _planes(self, payload: bytes, lengths: list[int]) -> list[list[bytes]]:
+        planes, at = [], 0
+        for field in self.schema["fields"]:
+            at, plane = up(at, 64), []
+            for length in lengths:
+                size = self.field_size(field, length)
+                plane.append(payload[at : at + size])
+                at += size
+            planes.append(plane)
+        assert at == len(payload)
+        return planes
+
+
+def _first(path: Path) -> list[tuple[list[int], list[bool] | None, int]]:
+    with lff.Reader(path) as reader:
+        records = [reader.record(i) for i in range(len(reader))]
+    return [
+        (r.tokens.tolist(), None if r.loss_mask is None else r.loss_mask.tolist(), r.flags) for r in records
+    ]
+
+
+@pytest.mark.parametrize("path", RAW_GOLDEN, ids=lambda p: p.stem)
+def test_both_readers_agree_on_the_golden_files(path: Path) -> None:
+    second = SecondReader(path.read_bytes())
+    with lff.Reader(path) as reader:
+        assert second.tokenizer == (reader.tokenizer.name, reader.tokenizer.hash)
+        assert f"{second.root:016x}" == reader.fingerprint
+    assert list(second.records()) == _first(path)
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data(), vocab_size=st.sampled_from([200, 5000, 100_000]), loss_mask=st.booleans())
+def test_both_readers_agree_on_any_raw_file(
+    write: Callable[..., Path], data: st.DataObject, vocab_size: int, loss_mask: bool
+) -> None:
+    ids = st.lists(st.integers(0, vocab_size - 1), min_size=1, max_size=64)
+    records = data.draw(st.lists(ids, max_size=20))
+    path = write(records, vocab_size=vocab_size, loss_mask=loss_mask, block_bytes=100)
+    assert list(SecondReader(path.read_bytes()).records()) == _first(path)
+
+
+def test_the_worked_example_of_the_record_hash() -> None:
+    spec = (Path(__file__).parents[1] / "SPEC.md").read_text()
+    assert f"0x{h(bytes([1, 2, 3])):016x}" in spec
+    assert f"0x{h(bytes([1, 2, 3])) % 2**32:08x}" in spec
