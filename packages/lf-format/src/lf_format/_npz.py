@@ -45,7 +45,9 @@ def npz_members(path: Path) -> list[str]:
     try:
         with zipfile.ZipFile(path) as archive:
             return [name.removesuffix(".npy") for name in archive.namelist()]
-    except zipfile.BadZipFile as error:
+    except (
+        Exception
+    ) as error:  # a damaged directory raises BadZipFile, NotImplementedError, UnicodeDecodeError, ...
         raise InputError(f"not an .npz file: {error}", path=path) from None
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
@@ -298,11 +299,11 @@ def _hold_out_tail(
     ids: Array, mask: Array | None, writers: dict[str, Writer], job: _Job, tally: _Tally
 ) -> None:
     """One document cannot be divided by documents: its tail is held out, and the report says so."""
-    cut = len(ids) - max(int(np.ceil(job.options.eval_fraction * len(ids))), 1)
-    if cut < 1:
+    if len(ids) < 2:
         raise InputError(
             "one document of one token cannot be divided", expected=">= 2 tokens", found=len(ids)
         )
+    cut = max(len(ids) - math.ceil(job.options.eval_fraction * len(ids)), 1)
     tally.notes.append(f"there is one document: its last {len(ids) - cut} of {len(ids)} tokens are held out")
     for split, part in (("train", slice(0, cut)), ("eval", slice(cut, None))):
         _store(writers[split], ids[part], None if mask is None else mask[part], tally)
