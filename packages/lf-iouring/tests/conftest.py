@@ -1,0 +1,105 @@
+"""Data sets and helpers shared by the tests."""
+
+import hashlib
+import os
+
+import numpy as np
+import pytest
+
+import lf_format as lff
+from lf_iouring import LoongDataLoader
+
+TOKENIZER = lff.TokenizerInfo("test", "00")
+
+
+def _write(path, count, buckets, *, vocab=50_257, mask=False, codec="raw", seed=0, top=None):
+    rng = np.random.default_rng(seed)
+    with lff.Writer(
+        path, vocab_size=vocab, tokenizer=TOKENIZER, buckets=buckets, loss_mask=mask, codec=codec
+    ) as writer:
+        for _ in range(count):
+            length = int(rng.integers(1, buckets[-1] + 1))
+            writer.append(rng.integers(0, top or vocab, length), rng.integers(0, 2, length) if mask else None)
+    return path
+
+
+@pytest.fixture(scope="session")
+def write():
+    """write(path, count, buckets, vocab=, mask=, codec=, seed=, top=): random records; returns the path.
+
+    Ids lie below `top` where given, which makes them compressible."""
+    return _write
+
+
+@pytest.fixture(scope="session")
+def masked_path(tmp_path_factory):
+    """1,000 masked uint16 records in buckets 16, 64, 256."""
+    return _write(tmp_path_factory.mktemp("data") / "masked.loongbin", 1000, (16, 64, 256), mask=True)
+
+
+@pytest.fixture
+def masked(masked_path):
+    """The same, open."""
+    with lff.open_dataset(masked_path) as dataset:
+        yield dataset
+
+
+@pytest.fixture(scope="session")
+def ids_of():
+    """ids_of(batches) -> list of id tuples."""
+    return lambda batches: [tuple(np.asarray(batch.ids).tolist()) for batch in batches]
+
+
+@pytest.fixture(scope="session")
+def digest():
+    """digest(batches) -> hex digest over everything a batch holds."""
+
+    def run(batches):
+        total = hashlib.sha256()
+        for batch in batches:
+            arrays = [batch.tokens, batch.lengths, batch.ids]
+            arrays += [] if batch.loss_mask is None else [batch.loss_mask]
+            for array in arrays:
+                total.update(repr((array.shape, str(array.dtype))).encode() + np.asarray(array).tobytes())
+            total.update(repr((batch.step, batch.epoch)).encode())
+        return total.hexdigest()
+
+    return run
+
+
+@pytest.fixture
+def loader_of(masked):
+    """loader_of(**arguments) over the masked set; closed after the test."""
+    made = []
+
+    def make(dataset=None, **arguments):
+        arguments = {"global_batch": 24, "seed": 7, "return_type": "numpy"} | arguments
+        loader = LoongDataLoader(dataset or masked, **arguments)
+        made.append(loader)
+        return loader
+
+    yield make
+    for loader in made:
+        loader.close()
+
+
+@pytest.fixture(scope="session")
+def in_fork():
+    """in_fork(work) -> exit code of a forked child that ran work(); 0 if it raised nothing."""
+
+    def run(work):
+        pid = os.fork()
+        if pid == 0:
+            code = 1
+            try:
+                work()
+                code = 0
+            except BaseException:
+                import traceback
+
+                traceback.print_exc()
+            finally:
+                os._exit(code)
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return run
