@@ -45,12 +45,23 @@ static void pause_cpu(void) {
 #endif
 }
 
-/* RLIMIT_MEMLOCK may allow a smaller ring, or a ring without registered buffers. */
+/* The largest ring that RLIMIT_MEMLOCK allows. */
+static int open_largest(lf_ring *ring, uint32_t entries) {
+  int rc = -ENOMEM;
+  for (uint32_t n = entries; n >= MIN_ENTRIES && rc == -ENOMEM; n /= 2) rc = lf_ring_open(ring, n);
+  return rc;
+}
+
+/* The limit may allow a ring, but not registered buffers. */
 static void open_ring(worker *w) {
   struct lf_engine *e = w->engine;
   lf_gatherer *g = &w->gatherer;
-  int rc = -ENOMEM;
-  for (uint32_t n = e->entries; n >= MIN_ENTRIES && rc == -ENOMEM; n /= 2) rc = lf_ring_open(&g->ring, n);
+  int rc = open_largest(&g->ring, e->entries);
+  /* The kernel returns the locked memory of closed rings some milliseconds late (seen on 6.18). */
+  for (int i = 0; i < 4 && rc == -ENOMEM; i++) {
+    nanosleep(&(struct timespec){0, 10000000}, NULL);
+    rc = open_largest(&g->ring, e->entries);
+  }
   w->ring_error = -rc;
   if (rc < 0) return;
   g->has_ring = 1;

@@ -5,7 +5,7 @@
 
 #include "lf_native.h"
 
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(LF_PLAIN_XXH3)
 #include <immintrin.h>
 #endif
 
@@ -134,7 +134,7 @@ static uint64_t hash_up_to_240(const uint8_t *p, size_t n, uint64_t seed) {
 /* One block: `stripes` stripes, then the scramble when `full`. */
 typedef void block_fn(uint64_t *acc, const uint8_t *p, const uint8_t *secret, size_t stripes, int full);
 
-#if defined(__SSE2__)
+#if defined(__SSE2__) && !defined(LF_PLAIN_XXH3)
 static void block_sse2(uint64_t *acc, const uint8_t *p, const uint8_t *secret, size_t stripes, int full) {
   __m128i *a = (__m128i *)acc;
   __m128i lane[4];
@@ -158,7 +158,7 @@ static void block_sse2(uint64_t *acc, const uint8_t *p, const uint8_t *secret, s
   for (int i = 0; i < 4; i++) _mm_storeu_si128(a + i, lane[i]);
 }
 
-__attribute__((target("avx2"))) static void block_avx2(uint64_t *acc, const uint8_t *p, const uint8_t *secret,
+__attribute__((target("avx2"), unused)) static void block_avx2(uint64_t *acc, const uint8_t *p, const uint8_t *secret,
                                                        size_t stripes, int full) {
   __m256i *a = (__m256i *)acc;
   __m256i lane[2] = {_mm256_loadu_si256(a), _mm256_loadu_si256(a + 1)};
@@ -181,7 +181,11 @@ __attribute__((target("avx2"))) static void block_avx2(uint64_t *acc, const uint
   for (int i = 0; i < 2; i++) _mm256_storeu_si256(a + i, lane[i]);
 }
 
+#if defined(LF_NO_AVX2) /* for the test of the other form */
+static block_fn *pick_block(void) { return block_sse2; }
+#else
 static block_fn *pick_block(void) { return __builtin_cpu_supports("avx2") ? block_avx2 : block_sse2; }
+#endif
 #else
 static void block_plain(uint64_t *acc, const uint8_t *p, const uint8_t *secret, size_t stripes, int full) {
   for (size_t n = 0; n < stripes; n++) {
