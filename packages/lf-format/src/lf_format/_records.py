@@ -55,7 +55,8 @@ def check_tokens(
             "a record must fit the largest bucket and not be empty",
             document=document, expected=f"1..{longest} tokens", found=len(ids),
         )  # fmt: skip
-    if int(ids.min()) < 0 or int(ids.max()) >= vocab_size:
+    negative = ids.dtype.kind == "i" and int(ids.min()) < 0
+    if negative or int(ids.max()) >= vocab_size:
         at = int(((ids < 0) | (ids >= vocab_size)).argmax())
         raise InputError(
             "token id outside the vocabulary",

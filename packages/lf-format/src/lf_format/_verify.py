@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,9 +10,12 @@ from dataclasses import dataclass
 import numpy as np
 
 from lf_format import _layout as lay
+from lf_format._codecs import RAW
 from lf_format._errors import FormatError
+from lf_format._index import cumulative
 from lf_format._open import read_exact
 from lf_format._reader import Reader
+from lf_format._records import record_hash
 
 _CHUNK = 1 << 20
 Problem = tuple[int, str]
@@ -104,35 +108,49 @@ class _Scan:
 
     def _block(self, block: int) -> Iterator[Problem]:
         at = int(self.index.block_offset[block]) + lay.BLOCK_HEADER_SIZE
+        rows = range(int(self.first[block]), int(self.first[block + 1]))
         self.bytes_read += int(self.index.block_stored[block])
-        broken = False
         try:
             payload = self.reader.block_payload(block)
-            yield from self._planes(block, payload, at)
         except FormatError as error:
-            broken = True
             yield error.offset or at, f"block {block}: {error}"
-        largest = -1
-        for i in range(int(self.first[block]), int(self.first[block + 1])):
-            try:
-                largest = max(largest, int(self.reader.record(i).tokens.max()))
-            except FormatError as error:
-                broken = True
-                yield error.offset or at, f"block {block}: {error}"
-        if not broken and largest != int(self.index.block_max_id[block]):
-            yield (
-                at,
-                f"block {block}: largest id (expected {self.index.block_max_id[block]}, found {largest})",
-            )
+            if self.index.block_codec[block] == RAW:
+                yield from self._damaged_records(rows, at)
+            return
+        yield from (
+            (at + start, f"{self.reader.path}: block {block}: {what}")
+            for start, what in self._content(block, rows, payload)
+        )
 
-    def _planes(self, block: int, payload: bytes, at: int) -> Iterator[Problem]:
-        """Padding between the planes of a payload."""
-        low, high, end = int(self.first[block]), int(self.first[block + 1]), 0
+    def _damaged_records(self, rows: range, at: int) -> Iterator[Problem]:
+        """A raw block with a wrong hash: which of its records are hit."""
+        for i in rows:
+            try:
+                self.reader.record(i)
+            except FormatError as error:
+                yield error.offset or at, str(error)
+
+    def _content(self, block: int, rows: range, payload: bytes) -> Iterator[Problem]:
+        """Problems of a decoded payload whose hash is right; offsets count from its start."""
+        lengths = self.index.lengths[rows.start : rows.stop]
+        planes, view, end = [], memoryview(payload), 0
         for field in self.reader.fields:
             start = lay.align(end, lay.BLOCK_ALIGN)
             if any(payload[end:start]):
-                yield at + end, f"block {block}: padding before plane {field.name} is not zero"
-            end = start + int(field.nbytes(self.index.lengths[low:high]).sum())
+                yield end, f"padding before plane {field.name} is not zero"
+            ends = start + cumulative(field.nbytes(lengths))
+            planes.append([view[a:b] for a, b in itertools.pairwise(ends.tolist())])
+            end = int(ends[-1])
+        for i, *parts in zip(rows, *planes, strict=True):
+            if record_hash(parts) != self.index.hashes[i]:
+                yield 0, f"record {i}: record hash"
+        if len(planes) == 2 and any(
+            m[-1] >> n % 8 for m, n in zip(planes[1], lengths.tolist(), strict=True) if n % 8
+        ):
+            yield 0, "spare bits of a loss mask are not zero"
+        largest = int(np.frombuffer(payload, self.reader.token_dtype, int(lengths.sum(dtype=np.int64))).max())
+        if largest != int(self.index.block_max_id[block]):
+            yield 0, f"largest id (expected {self.index.block_max_id[block]}, found {largest})"
 
     def _covered(self) -> tuple[list[tuple[int, int]], list[Problem]]:
         """Ranges that hashes account for: header, schema, blocks, every index and trailer of the append chain."""

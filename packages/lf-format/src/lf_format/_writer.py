@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import os
 import uuid as uuid_module
+from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from types import TracebackType
@@ -16,10 +18,10 @@ import xxhash
 
 from lf_format import _layout as lay
 from lf_format._atomic import AtomicFile
+from lf_format._blocks import IndexRows, PendingBlock
 from lf_format._codecs import CODEC_IDS, encode
 from lf_format._errors import FormatError, InputError
-from lf_format._index import Index
-from lf_format._records import check_mask, check_tokens, pack_bits, record_hash
+from lf_format._records import check_mask, check_tokens, pack_bits
 from lf_format._schema import Schema, TokenizerInfo
 
 DEFAULT_BLOCK_BYTES = 131_072
@@ -34,63 +36,6 @@ class WriteReport:
     tokens: int
     bytes: int
     fingerprint: str
-
-
-class _Pending:
-    """Records of one bucket that wait for their block."""
-
-    def __init__(self) -> None:
-        self.planes: list[list[bytes]] = []
-        self.lengths: list[int] = []
-        self.flags: list[int] = []
-        self.max_id = 0
-        self.nbytes = 0
-
-    def add(self, parts: list[bytes], length: int, flags: int, max_id: int) -> None:
-        self.planes = self.planes or [[] for _ in parts]
-        for plane, part in zip(self.planes, parts, strict=True):
-            plane.append(part)
-            self.nbytes += len(part)
-        self.lengths.append(length)
-        self.flags.append(flags)
-        self.max_id = max(self.max_id, max_id)
-
-    def payload(self) -> bytes:
-        out = bytearray()
-        for plane in self.planes:
-            out.extend(bytes(lay.align(len(out), lay.BLOCK_ALIGN) - len(out)))
-            out.extend(b"".join(plane))
-        return bytes(out)
-
-    def hashes(self) -> list[int]:
-        return [record_hash(parts) for parts in zip(*self.planes, strict=True)]
-
-
-class _IndexRows:
-    """Columns of the index while they grow."""
-
-    def __init__(self) -> None:
-        # bytearrays of fixed-width integers: 9 bytes a record instead of Python objects.
-        self.lengths, self.hashes, self.flags = bytearray(), bytearray(), bytearray()
-        self.blocks: list[tuple[int, ...]] = []
-        self.records = 0
-
-    def add(self, pending: _Pending, block: tuple[int, ...]) -> None:
-        self.lengths += np.array(pending.lengths, "<u4").tobytes()
-        self.hashes += np.array(pending.hashes(), "<u4").tobytes()
-        self.flags += bytes(pending.flags)
-        self.blocks.append(block)
-        self.records += len(pending.lengths)
-
-    def index(self) -> Index:
-        blocks = zip(*self.blocks, strict=True) if self.blocks else [()] * 8
-        columns = [np.array(column, np.uint64) for column in blocks]
-        return Index(
-            np.frombuffer(self.lengths, "<u4"),
-            np.frombuffer(self.hashes, "<u4"),
-            np.frombuffer(self.flags, "u1"),
-            *columns,
-        )
 
 
 class Writer:
@@ -142,9 +87,9 @@ class Writer:
             block_bytes,
             uuid,
         )
-        self._edges = np.array(self._schema.buckets)
-        self._pending: dict[int, _Pending] = {}
-        self._rows = _IndexRows()
+        self._bucket_of = partial(bisect_left, self._schema.buckets)
+        self._pending: dict[int, PendingBlock] = {}
+        self._rows = IndexRows()
         self._documents = 0
         self._report: WriteReport | None = None
         self._sealed = self._failed = False
@@ -204,9 +149,11 @@ class Writer:
                 "this file has no loss mask; open the Writer with loss_mask=True", document=document
             )
         self._documents += bool(document_start)
-        bucket = int(np.searchsorted(self._edges, len(ids)))
-        pending = self._pending.setdefault(bucket, _Pending())
-        pending.add(parts, len(ids), bool(document_start) | bool(document_end) << 1, int(ids.max()))
+        bucket = self._bucket_of(len(ids))
+        pending = self._pending.get(bucket)
+        if pending is None:
+            pending = self._pending[bucket] = PendingBlock(len(parts))
+        pending.add(parts, len(ids), bool(document_start) | bool(document_end) << 1)
         if pending.nbytes >= self._block_bytes:
             self._flush(bucket)
 
@@ -252,7 +199,7 @@ class Writer:
     def _flush(self, bucket: int) -> None:
         self._guarded(self._write_block, bucket, self._pending.pop(bucket))
 
-    def _write_block(self, bucket: int, pending: _Pending) -> None:
+    def _write_block(self, bucket: int, pending: PendingBlock) -> None:
         payload = pending.payload()
         if len(payload) > lay.MAX_BLOCK_BYTES:
             raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=len(payload))
@@ -262,9 +209,7 @@ class Writer:
         offset = self._at
         self._file.write_at(head.pack() + stored, offset)
         self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + len(stored), lay.BLOCK_ALIGN)
-        self._rows.add(
-            pending, (offset, count, bucket, codec, len(payload), len(stored), digest, pending.max_id)
-        )
+        self._rows.add(pending, head, offset, pending.max_id(self._schema.numpy_dtype))
 
     def _finish(self) -> None:
         index = self._rows.index()
@@ -278,7 +223,7 @@ class Writer:
         trailer_at = lay.align(index_at + len(packed), lay.BLOCK_ALIGN)
         tokens = int(index.lengths.sum(dtype=np.int64))
         root = lay.root_hash(header, hashes, digest)
-        counts = (self._rows.records, tokens, len(self._rows.blocks))
+        counts = (self._rows.records, tokens, self._rows.blocks)
         trailer = lay.Trailer(index_at, len(packed), digest, *counts, trailer_at, 0, root)
         self._file.write_at(packed, index_at)
         self._file.write_at(trailer.pack(), trailer_at)
