@@ -107,14 +107,14 @@ def _split(arguments: Sequence[str]) -> tuple[str | None, list[str]]:
     return None, list(arguments)
 
 
-def _launched(args: argparse.Namespace) -> int | None:
+def _launched(args: argparse.Namespace, *rank_arguments: str) -> int | None:
     """Start the ranks if this process is to be their launcher; None if it is to do the work itself."""
     from lf_meta import launch
 
     if args.nproc < 1:
         raise MetaError(f"--nproc {args.nproc}: at least one rank is needed")
     wanted = Launch(args.nproc, args.nnodes, args.node_rank, args.rdzv_endpoint)
-    return launch.run(wanted, sys.argv[1:]) if wanted.needed else None
+    return launch.run(wanted, rank_arguments) if wanted.needed else None
 
 
 def _train(args: argparse.Namespace) -> int:
@@ -122,7 +122,7 @@ def _train(args: argparse.Namespace) -> int:
 
     path, overrides = _split(args.arguments)
     config = load_config(path, overrides)
-    if (code := _launched(args)) is not None:
+    if (code := _launched(args, "train", *args.arguments)) is not None:
         return code
     with StopSignal() as signal:
         from lf_meta.jobs import start_run
@@ -135,7 +135,7 @@ def _resume(args: argparse.Namespace) -> int:
 
     run = rundir.find(args.run)
     config = rundir.read_config(run, args.overrides)
-    if (code := _launched(args)) is not None:
+    if (code := _launched(args, "resume", args.run, *args.overrides)) is not None:
         return code
     with StopSignal() as signal:
         from lf_meta.jobs import resume_run

@@ -90,7 +90,7 @@ def _finish(s: Session, outcome: Outcome) -> None:
         print(f"next: loongforge resume {root}")
         return
     if s.run.tokenizer.exists():
-        text = generate_text(root, SAMPLE_PROMPT, Sampling())
+        text = _continue(s.model, s.run, s.config, s.world, SAMPLE_PROMPT, Sampling())
         print(f"sample after step {outcome.step}:\n{SAMPLE_PROMPT}{text}\n")
     print(f"wrote {s.run.plot} and {s.run.metrics}")
     print(f'next: loongforge infer {root} --prompt "Python "')
@@ -139,10 +139,19 @@ def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: int |
     """Continue ``prompt`` with a checkpoint's model; returns the new text only."""
     run = rundir.find(path)
     config = rundir.read_config(run)
-    tokenizer = rundir.read_tokenizer(run)
     with World.from_environment(config.device, config.dist) as world:
         model, _ = _load_model(run, config, world, step)
-        ids = torch.from_numpy(tokenizer.encode(prompt)).to(world.device, torch.int64)
+        return _continue(model, run, config, world, prompt, sampling)
+
+
+def _continue(
+    model: torch.nn.Module, run: RunDir, config: Config, world: World, prompt: str, sampling: Sampling
+) -> str:
+    tokenizer = rundir.read_tokenizer(run)
+    ids = torch.from_numpy(tokenizer.encode(prompt)).to(world.device, torch.int64)
+    if not ids.numel():
+        raise RunError("the prompt is empty: give at least one character")
+    with autocast_for(config, world.device)():
         return tokenizer.decode(generate(model, ids, sampling, config.data.max_len))
 
 

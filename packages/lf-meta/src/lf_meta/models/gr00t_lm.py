@@ -117,8 +117,8 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
-        x = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return x
+        out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
+        return out
 
 
 class GR00TLM(nn.Module):
