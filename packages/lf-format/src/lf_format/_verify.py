@@ -117,10 +117,8 @@ class _Scan:
             if self.index.block_codec[block] == RAW:
                 yield from self._damaged_records(rows, at)
             return
-        yield from (
-            (at + start, f"{self.reader.path}: block {block}: {what}")
-            for start, what in self._content(block, rows, payload)
-        )
+        for start, what in self._content(block, rows, payload):
+            yield at + start, f"{self.reader.path}: block {block}: {what}"
 
     def _damaged_records(self, rows: range, at: int) -> Iterator[Problem]:
         """A raw block with a wrong hash: which of its records are hit."""
