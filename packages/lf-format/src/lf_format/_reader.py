@@ -117,7 +117,7 @@ class Reader:
         if not 0 <= i < len(self.lengths):
             raise IndexError(f"record {i} of {len(self.lengths)} in {self.path}")
         block = bisect_right(self._first_of_block, i) - 1
-        parts = [np.frombuffer(part, np.uint8) for part in self._field_bytes(i, block)]
+        parts = self._field_bytes(i, block)
         found, expected = record_hash([part.data for part in parts]), int(self.opened.index.hashes[i])
         if found != expected:
             offset = self._payload_at(block) + self._in_payload(self._maps[0], i, block)
@@ -146,21 +146,22 @@ class Reader:
     def _in_payload(self, plane: PlaneMap, i: int, block: int) -> int:
         return int(plane.plane[block] + plane.within[i] - plane.within[self._first[block]])
 
-    def _field_bytes(self, i: int, block: int) -> list[bytearray]:
+    def _field_bytes(self, i: int, block: int) -> list[npt.NDArray[np.uint8]]:
         """Fresh bytes of each field of record `i`."""
         sizes = [int(m.within[i + 1] - m.within[i]) for m in self._maps]
         starts = [self._in_payload(m, i, block) for m in self._maps]
         if self.opened.index.block_codec[block] == RAW:
             base = self._payload_at(block)
             return [self._pread(size, base + start) for size, start in zip(sizes, starts, strict=True)]
-        payload = memoryview(self.block_payload(block))
-        return [bytearray(payload[start : start + size]) for size, start in zip(sizes, starts, strict=True)]
+        payload = np.frombuffer(self.block_payload(block), np.uint8)
+        return [payload[start : start + size].copy() for size, start in zip(sizes, starts, strict=True)]
 
-    def _pread(self, size: int, offset: int) -> bytearray:
-        out = bytearray(size)
-        done = os.preadv(self.fileno(), [out], offset)
+    def _pread(self, size: int, offset: int) -> npt.NDArray[np.uint8]:
+        out = np.empty(size, np.uint8)
+        done = os.preadv(self.fileno(), [out.data], offset)
         if done != size:  # the end of the file, or a signal: the slow path tells them apart
-            out[done:] = read_exact(self.fileno(), size - done, offset + done, self.path)
+            rest = read_exact(self.fileno(), size - done, offset + done, self.path)
+            out[done:] = np.frombuffer(rest, np.uint8)
         return out
 
     def block_payload(self, block: int) -> bytes:
