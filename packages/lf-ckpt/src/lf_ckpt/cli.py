@@ -123,11 +123,11 @@ def _show(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
 def _stream_row(reader: StepReader, entry: TensorEntry | BlobEntry) -> dict[str, Any]:
     extents = [extent for _, _, extent in reader.extents_of(entry)]
-    is_tensor = isinstance(entry, TensorEntry)
+    tensor = entry if isinstance(entry, TensorEntry) else None
     return {
         "name": entry.name,
-        "dtype": entry.dtype if is_tensor else "bytes",
-        "shape": list(entry.shape) if is_tensor else [entry.nbytes],
+        "dtype": tensor.dtype if tensor else "bytes",
+        "shape": list(tensor.shape) if tensor else [entry.nbytes],
         "raw_bytes": entry.nbytes,
         "stored_bytes": sum(extent.stored_bytes for extent in extents),
         "codecs": dict(Counter(CODEC_NAMES[extent.codec] for extent in extents)),
@@ -136,7 +136,8 @@ def _stream_row(reader: StepReader, entry: TensorEntry | BlobEntry) -> dict[str,
 
 def _verify(catalog: Catalog, arguments: argparse.Namespace) -> int:
     folders = _chosen(catalog, arguments.step) if arguments.step else catalog.folders()
-    return GOOD if all([_verify_one(catalog, folder, arguments.deep) for folder in folders]) else DAMAGED
+    good = [_verify_one(catalog, folder, arguments.deep) for folder in folders]
+    return GOOD if all(good) else DAMAGED
 
 
 def _verify_one(catalog: Catalog, folder: str, deep: bool) -> bool:

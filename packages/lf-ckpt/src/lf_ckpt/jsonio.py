@@ -9,10 +9,13 @@ import base64
 import binascii
 import json
 import math
+import re
 from collections.abc import Mapping
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from .errors import UnsupportedError
+
+_SPLIT_PAIR: Final = re.compile("[\ud800-\udbff][\udc00-\udfff]")
 
 Json: TypeAlias = Any
 """None, bool, int, float, str, bytes, or a list, tuple or str-keyed mapping of them."""
@@ -40,8 +43,10 @@ def encode_item(value: Json, where: str) -> Json:
 
     Tuples become lists. Keys that begin with "$" get one more. UnsupportedError names the place of anything else.
     """
-    if value is None or isinstance(value, bool | str):
+    if value is None or isinstance(value, bool):
         return value
+    if isinstance(value, str):
+        return checked_text(value, where)
     if isinstance(value, int):
         return int(value)
     if isinstance(value, float):
@@ -69,9 +74,17 @@ def decode_item(value: Json) -> Json:
     return {_unescape(key): decode_item(element) for key, element in value.items()}
 
 
+def checked_text(text: str, where: str) -> str:
+    """`text`, unless JSON would alter it: a split surrogate pair would come back joined."""
+    if _SPLIT_PAIR.search(text):
+        raise UnsupportedError(f"{where}: the text {text!r} holds a surrogate pair as two characters")
+    return str(text)
+
+
 def _escape(key: object, where: str) -> str:
     if not isinstance(key, str):
         raise UnsupportedError(f"item {where}: key {key!r} is {type(key).__name__}; JSON keys are strings")
+    checked_text(key, where)
     return "$" + key if key.startswith("$") else key
 
 

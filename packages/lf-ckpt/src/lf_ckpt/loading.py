@@ -192,7 +192,11 @@ def _same_kind(entry: TensorEntry, tensor: torch.Tensor) -> bool:
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes:
-    flat: Bytes = tensor.view(-1).view(torch.uint8).numpy() if tensor.numel() else np.empty(0, np.uint8)
+    """Bytes of a contiguous host tensor, shared with it."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    # A contiguous tensor of one element may have any stride, and view(uint8) insists on 1.
+    flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
     return flat
 
 

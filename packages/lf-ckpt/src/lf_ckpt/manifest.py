@@ -141,7 +141,7 @@ def parse(data: bytes, path: str) -> Manifest:
         )
     try:
         return _manifest(document["body"], root)
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError) as error:
         raise CorruptError(path, f"manifest is not valid: {type(error).__name__} {error}") from error
 
 

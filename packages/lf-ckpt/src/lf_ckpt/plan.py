@@ -11,7 +11,7 @@ import torch
 from .dtypes import ITEM_SIZE, PLANE_WIDTH, name_of
 from .errors import UnsupportedError
 from .format import EXTENT_BYTES, align
-from .jsonio import Json, canonical, decode_item, encode_item
+from .jsonio import Json, canonical, checked_text, decode_item, encode_item
 
 CHUNK_BYTES = 16 << 20  # staged and written at a time: long enough to hide call overheads
 
@@ -100,6 +100,7 @@ def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
 def _check_tensor(name: object, tensor: object) -> None:
     if not isinstance(name, str):
         raise UnsupportedError(f"tensor name {name!r} is not a string")
+    checked_text(name, "tensor name")
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor; put it in `items`")
     if type(tensor).__name__ == "DTensor":
@@ -124,6 +125,7 @@ def _split_items(items: Mapping[str, Json]) -> tuple[dict[str, bytes], dict[str,
     for name, value in items.items():
         if not isinstance(name, str):
             raise UnsupportedError(f"item name {name!r} is not a string")
+        checked_text(name, "item name")
         if isinstance(value, bytes | bytearray | memoryview):
             blobs[name] = bytes(value)
             continue

@@ -15,6 +15,7 @@ from .catalog import Catalog
 from .handle import SaveHandle
 from .options import Options
 from .plan import Plan
+from .report import SaveReport
 from .saving import SaveJob, failed_report, run, translate
 from .sizing import available_memory, choose_slab, chunk_bytes_for
 from .slab import Slab, StagingAbortedError
@@ -51,6 +52,9 @@ class Saver:
         except OSError as error:
             self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
             return handle
+        except BaseException as error:
+            handle._finish(None, error)
+            raise
         self._writer.submit(self._run, job)
         if overlap:
             streams = side_streams(plan)
@@ -140,18 +144,21 @@ class Saver:
         job.incoming.put(None)
 
     def _run(self, job: SaveJob) -> None:
-        """Writer thread: finish one save, then retire old steps."""
+        """Writer thread: finish one save and end its handle, whatever happens."""
         try:
-            done = run(job, self._catalog, self._pool)
+            report = self._save(job)
         except BaseException as error:
             self._fail(job.handle, job.folder, job.plan, error)
             return
-        self._deltas = self._deltas + 1 if done.report.kind == "delta" else 0
-        self.base = done.base
-        removed = self._retire(job.folder)
-        report = replace(done.report, removed=tuple(removed))
         _log.info("%s: step %d durable: %s", self._catalog.path, report.step, report)
         job.handle._finish(report, None)
+
+    def _save(self, job: SaveJob) -> SaveReport:
+        """Write and commit, then retire old steps."""
+        done = run(job, self._catalog, self._pool)
+        self._deltas = self._deltas + 1 if done.report.kind == "delta" else 0
+        self.base = done.base
+        return replace(done.report, removed=tuple(self._retire(job.folder)))
 
     def _retire(self, saved: str) -> list[str]:
         protect = {saved} | ({self.base.folder} if self.base else set())

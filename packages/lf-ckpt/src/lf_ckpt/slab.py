@@ -44,17 +44,20 @@ class Slab:
     def take(self, length: int) -> Piece:
         """Lease `length` bytes at a 4 KiB edge; waits for space. StagingAbortedError after `abort`."""
         need = align(length)
+        if need > self.size // 2:
+            raise CkptError(f"a piece of {length} bytes may never fit a slab of {self.size}")
         with self._changed:
             while True:
                 if self._aborted:
                     raise StagingAbortedError("the checkpoint writer stopped")
                 if self._used == 0:
                     self._head = 0
-                skip = self.size - self._head if self._head + need > self.size else 0
+                wraps = self._head + need > self.size
+                skip = self.size - self._head if wraps else 0
                 if self._used + need + skip <= self.size:
                     break
                 self._changed.wait()
-            offset = 0 if skip else self._head
+            offset = 0 if wraps else self._head
             self._head = offset + need
             self._used += need + skip
             return Piece(offset, length, need + skip)

@@ -7,6 +7,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, field
 
 from .codec import Bytes, PlaneChooser, encode_planes
+from .errors import CkptError
 from .files import Buffer, FileLayer
 from .format import (
     ALIGN,
@@ -76,6 +77,10 @@ class DataFileWriter:
     def add(self, chunk: Chunk, raw: Bytes) -> None:
         """Encode and append one chunk. raw: (chunk.length,) uint8, free for reuse when this returns."""
         stream = self.streams[chunk.stream]
+        if raw.size != chunk.length:
+            raise CkptError(
+                f"{stream.name}: {raw.size} bytes staged of {chunk.length}; this is a bug in lf-ckpt"
+            )
         if chunk.start == 0:
             self._chooser = PlaneChooser(stream.width, self.compress)
         pieces = [raw[at : at + EXTENT_BYTES] for at in range(0, chunk.length, EXTENT_BYTES)]

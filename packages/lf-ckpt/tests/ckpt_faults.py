@@ -1,0 +1,212 @@
+"""File layers that fail, tear, stop or lose power at a chosen call."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Sequence
+
+from lf_ckpt import FileLayer
+from lf_ckpt.files import Buffer
+
+EFFECTS = ("create", "write", "sync", "sync_dir", "rename", "unlink", "mkdir", "rmdir")
+
+
+class Killed(BaseException):
+    """The simulated end of the process: nothing of the store may run after it."""
+
+
+class Recorder(FileLayer):
+    """Writes down every effect as (name, bytes written before it)."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, int]] = []
+        self.written = 0
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        """Hook around every effect."""
+        self.calls.append((name, self.written))
+        action()
+
+    def create(self, path: str) -> int:
+        fds: list[int] = []
+        self.effect("create", lambda: fds.append(FileLayer.create(self, path)))
+        return fds[0]
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        self.effect("write", lambda: self.put_bytes(fd, b"".join(bytes(b) for b in buffers), offset))
+
+    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
+        """The real write."""
+        FileLayer.write(self, fd, [data], offset)
+        self.written += len(data)
+
+    def sync(self, fd: int) -> None:
+        self.effect("sync", lambda: FileLayer.sync(self, fd))
+
+    def sync_dir(self, path: str) -> None:
+        self.effect("sync_dir", lambda: FileLayer.sync_dir(self, path))
+
+    def rename(self, old: str, new: str) -> None:
+        self.effect("rename", lambda: FileLayer.rename(self, old, new))
+
+    def unlink(self, path: str) -> None:
+        self.effect("unlink", lambda: FileLayer.unlink(self, path))
+
+    def mkdir(self, path: str) -> None:
+        self.effect("mkdir", lambda: FileLayer.mkdir(self, path))
+
+    def rmdir(self, path: str) -> None:
+        self.effect("rmdir", lambda: FileLayer.rmdir(self, path))
+
+
+class StopAtCall(Recorder):
+    """Dies before effect number `at` counted from `arm`, and at every effect after it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left: int | None = None
+
+    def arm(self, at: int) -> None:
+        """Die before the effect number `at` from now."""
+        self.left = at
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        if self.left is not None:
+            if self.left <= 0:
+                raise Killed(name)
+            self.left -= 1
+        super().effect(name, action)
+
+    def put(self, fd: int, data: bytes) -> None:
+        if self.left is not None and self.left <= 0:
+            raise Killed("put")
+        super().put(fd, data)
+
+
+class KillAtByte(Recorder):
+    """Really kills its process (SIGKILL) once `limit` bytes are written, tearing the write that crosses it."""
+
+    def __init__(self, limit: int) -> None:
+        super().__init__()
+        self.limit = limit
+
+    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
+        if self.written + len(data) >= self.limit:
+            super().put_bytes(fd, data[: self.limit - self.written], offset)
+            os.kill(os.getpid(), signal.SIGKILL)
+        super().put_bytes(fd, data, offset)
+
+
+class FailAtCall(Recorder):
+    """Raises OSError(code) at one effect, then works again."""
+
+    def __init__(self, at: int, code: int) -> None:
+        super().__init__()
+        self.at, self.code, self.armed = at, code, False
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        if self.armed:
+            self.at -= 1
+            if self.at == -1:
+                raise OSError(self.code, os.strerror(self.code))
+        super().effect(name, action)
+
+
+class Volatile(StopAtCall):
+    """Remembers what has not been fsynced; `cut_power` takes it back.
+
+    The worst the POSIX rules allow: unsynced data reads as zeros, unsynced names are undone, newest first.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.paths: dict[int, str] = {}
+        self.unsynced: dict[str, int] = {}
+        self.names_pending: list[tuple[str, Callable[[], None]]] = []
+
+    def create(self, path: str) -> int:
+        fd = super().create(path)
+        self.paths[fd] = path
+        self.unsynced[path] = 0
+        self._pending(path, lambda: _forget(path))
+        return fd
+
+    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
+        super().put_bytes(fd, data, offset)
+        self.unsynced.setdefault(self.paths[fd], offset)
+
+    def sync(self, fd: int) -> None:
+        super().sync(fd)
+        self.unsynced.pop(self.paths[fd], None)
+
+    def sync_dir(self, path: str) -> None:
+        super().sync_dir(path)
+        self.names_pending = [(folder, undo) for folder, undo in self.names_pending if folder != path]
+
+    def rename(self, old: str, new: str) -> None:
+        before = _content(new)
+        super().rename(old, new)
+        if old in self.unsynced:
+            self.unsynced[new] = self.unsynced.pop(old)
+        self._pending(new, lambda: _unrename(old, new, before))
+
+    def unlink(self, path: str) -> None:
+        before = _content(path)
+        super().unlink(path)
+        self._pending(path, lambda: _restore(path, before))
+
+    def mkdir(self, path: str) -> None:
+        super().mkdir(path)
+        self._pending(path, lambda: shutil.rmtree(path, ignore_errors=True))
+
+    def rmdir(self, path: str) -> None:
+        super().rmdir(path)
+        self._pending(path, lambda: os.makedirs(path, exist_ok=True))
+
+    def cut_power(self, *, lose_data: bool, lose_names: bool) -> None:
+        """Bring the directory to a state that a power cut may leave."""
+        if lose_data:
+            for path in self.unsynced:
+                _zero(path)
+        if lose_names:
+            for _, undo in reversed(self.names_pending):
+                undo()
+
+    def _pending(self, path: str, undo: Callable[[], None]) -> None:
+        self.names_pending.append((os.path.dirname(path), undo))
+
+
+def _content(path: str) -> bytes | None:
+    try:
+        with open(path, "rb") as file:
+            return file.read()
+    except FileNotFoundError:
+        return None
+
+
+def _forget(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
+
+
+def _zero(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        size = os.path.getsize(path)
+        with open(path, "r+b") as file:
+            file.write(bytes(size))
+
+
+def _restore(path: str, content: bytes | None) -> None:
+    if content is not None:
+        os.makedirs(os.path.dirname(path), exist_ok=True)
+        with open(path, "wb") as file:
+            file.write(content)
+
+
+def _unrename(old: str, new: str, before: bytes | None) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.replace(new, old)
+    _restore(new, before)
