@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import shutil
 import struct
@@ -84,6 +85,26 @@ def test_a_file_cut_anywhere_does_not_open(sample: Path, tmp_path: Path) -> None
         assert caught.value.offset is not None
         assert (caught.value.expected, caught.value.found) != (None, None)
         assert main(["verify", str(damaged)]) == 1
+
+
+def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path, tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(lff.FormatError, match="not a regular file"):
+            lff.Reader(path)
+
+
+def test_an_index_that_does_not_fit_into_memory_is_a_format_error(
+    sample: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def exhausted(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("lf_format._reader.load", exhausted)
+    before = len(os.listdir("/proc/self/fd"))
+    with pytest.raises(lff.FormatError, match="memory"):
+        lff.Reader(sample)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_bytes_behind_the_end_are_refused(sample: Path) -> None:

@@ -33,5 +33,5 @@ def decode(stored: bytes, codec: int, raw_len: int, path: str, offset: int) -> b
             )
         decoder = zstandard.ZstdDecompressor()
         return decoder.decompress(stored, max_output_size=raw_len, allow_extra_data=False)
-    except zstandard.ZstdError as error:
+    except (zstandard.ZstdError, MemoryError) as error:
         raise FormatError(f"block does not decode: {error}", path=path, offset=offset) from None

@@ -7,7 +7,7 @@ import os
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -180,7 +180,8 @@ def preprocess(
         max_len: longest record, default 2048; longer documents are split, never cut.
         eval_fraction: held-out share of the tokens: whole documents chosen by a hash of (seed, content).
             Of a single document the tail is held out, which the report notes.
-        num_workers: tokenizing processes (spawned); 1 = this process.
+        num_workers: tokenizing processes (spawned); 1 = this process. Not needed, so not started, when all input
+            is .npz.
         zstd_level: 1..22; None (default) = raw blocks.
         progress: called with (documents, tokens) after every document.
 
@@ -192,6 +193,8 @@ def preprocess(
     tokenized = [f for f in files if f.suffix == ".npz"]
     only_ids = chosen.tokenizer is None and len(tokenized) == len(files)
     vocabulary = _of_ids(tokenized, vocab_size) if only_ids else _of_tokenizer(chosen, vocab_size)
+    if only_ids:  # workers tokenize, and here is nothing to tokenize
+        chosen = replace(chosen, num_workers=1)
     masks = any("loss_mask" in npz_members(f) for f in tokenized)
     return _run(
         file_documents(files, text_key), _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import stat
 from bisect import bisect_right
 from dataclasses import dataclass
 from functools import cached_property
@@ -63,9 +64,14 @@ class Reader:
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
+        if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a FIFO would wait for a writer
+            raise FormatError("not a regular file", path=self.path, expected="a .loongbin file")
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             opened = load(self._fd, self.path)
+        except MemoryError:
+            self.close()
+            raise FormatError("the index does not fit into memory", path=self.path) from None
         except BaseException:
             self.close()
             raise
