@@ -12,14 +12,14 @@
 #include "gather.h"
 
 /* Spinning is for the gap between two batches of a fast caller, about 10 us; waking a sleeper costs that much. */
-enum { JOBS = 64, MIN_ENTRIES = 8, WAIT_SPINS = 200, IDLE_SPINS = 400 };
+enum { JOBS = 64, MIN_ENTRIES = 8, WAIT_SPINS = 100, IDLE_SPINS = 100 };
 
 typedef struct {
   struct lf_engine *engine;
   pthread_t thread;
   lf_gatherer gatherer;
   int ring_error, register_error;
-} worker;
+} worker; /* the caller's own has no thread */
 
 struct lf_engine {
   pthread_mutex_t lock;
@@ -32,8 +32,10 @@ struct lf_engine {
   uint32_t waiters, ready;    /* under the lock */
   _Atomic int stop;
   uint32_t want_ring, entries, threads;
+  int may_help;
   uint64_t pool, pool_bytes;
   lf_tally tally;
+  worker caller; /* reads what no thread has begun when its turn comes */
   worker workers[];
 };
 
@@ -46,21 +48,21 @@ static void pause_cpu(void) {
 }
 
 /* The largest ring that RLIMIT_MEMLOCK allows. */
-static int open_largest(lf_ring *ring, uint32_t entries) {
+static int open_largest(lf_ring *ring, uint32_t entries, int one_thread) {
   int rc = -ENOMEM;
-  for (uint32_t n = entries; n >= MIN_ENTRIES && rc == -ENOMEM; n /= 2) rc = lf_ring_open(ring, n);
+  for (uint32_t n = entries; n >= MIN_ENTRIES && rc == -ENOMEM; n /= 2) rc = lf_ring_open(ring, n, one_thread);
   return rc;
 }
 
 /* The limit may allow a ring, but not registered buffers. */
-static void open_ring(worker *w) {
+static void open_ring(worker *w, int one_thread) {
   struct lf_engine *e = w->engine;
   lf_gatherer *g = &w->gatherer;
-  int rc = open_largest(&g->ring, e->entries);
+  int rc = open_largest(&g->ring, e->entries, one_thread);
   /* The kernel returns the locked memory of closed rings some milliseconds late (seen on 6.18). */
   for (int i = 0; i < 4 && rc == -ENOMEM; i++) {
     nanosleep(&(struct timespec){0, 10000000}, NULL);
-    rc = open_largest(&g->ring, e->entries);
+    rc = open_largest(&g->ring, e->entries, one_thread);
   }
   w->ring_error = -rc;
   if (rc < 0) return;
@@ -104,7 +106,7 @@ static void finish(struct lf_engine *e, int64_t ticket) {
 static void *run(void *arg) {
   worker *w = arg;
   struct lf_engine *e = w->engine;
-  if (e->want_ring) open_ring(w); /* here: SINGLE_ISSUER binds a ring to its thread */
+  if (e->want_ring) open_ring(w, 1); /* here: SINGLE_ISSUER binds a ring to its thread */
   pthread_mutex_lock(&e->lock);
   e->ready++;
   pthread_cond_broadcast(&e->finished);
@@ -131,6 +133,12 @@ static void report(struct lf_engine *e, lf_info *info) {
   }
 }
 
+static void prepare(struct lf_engine *e, worker *w) {
+  w->engine = e;
+  w->gatherer.tally = &e->tally;
+  w->gatherer.ring.fd = -1;
+}
+
 static int start(struct lf_engine *e, uint32_t threads) {
   sigset_t all, before;
   sigfillset(&all);
@@ -138,9 +146,7 @@ static int start(struct lf_engine *e, uint32_t threads) {
   int rc = 0;
   while (e->threads < threads && rc == 0) {
     worker *w = &e->workers[e->threads];
-    w->engine = e;
-    w->gatherer.tally = &e->tally;
-    w->gatherer.ring.fd = -1;
+    prepare(e, w);
     rc = pthread_create(&w->thread, NULL, run, w);
     e->threads += rc == 0;
   }
@@ -168,6 +174,7 @@ lf_engine *lf_engine_new(uint32_t threads, uint32_t want_ring, uint32_t entries,
   e->entries = entries;
   e->pool = pool;
   e->pool_bytes = pool_bytes;
+  prepare(e, &e->caller);
   info->start_error = start(e, threads);
   pthread_mutex_lock(&e->lock);
   while (e->ready < e->threads) pthread_cond_wait(&e->finished, &e->lock);
@@ -177,6 +184,8 @@ lf_engine *lf_engine_new(uint32_t threads, uint32_t want_ring, uint32_t entries,
     return NULL;
   }
   report(e, info);
+  if (info->ring_threads > 0) open_ring(&e->caller, 0);
+  e->may_help = e->caller.gatherer.has_ring || info->ring_threads == 0;
   return e;
 }
 
@@ -198,7 +207,19 @@ static int is_done(lf_engine *e, int64_t ticket) {
   return atomic_load_explicit(&e->done[ticket % JOBS], memory_order_acquire) == ticket;
 }
 
+/* On a busy machine a woken thread may not run for milliseconds; the caller is running now. */
+static void help(lf_engine *e, int64_t ticket) {
+  pthread_mutex_lock(&e->lock);
+  int mine = atomic_load_explicit(&e->claimed, memory_order_relaxed) == ticket;
+  if (mine) atomic_store_explicit(&e->claimed, ticket + 1, memory_order_relaxed);
+  pthread_mutex_unlock(&e->lock);
+  if (!mine) return;
+  lf_gather(&e->caller.gatherer, &e->jobs[ticket % JOBS]);
+  atomic_store_explicit(&e->done[ticket % JOBS], ticket, memory_order_release);
+}
+
 uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fault) {
+  if (e->may_help && !is_done(e, ticket)) help(e, ticket);
   for (int i = 0; i < WAIT_SPINS && !is_done(e, ticket); i++) pause_cpu();
   if (!is_done(e, ticket)) {
     struct timespec until;
@@ -226,6 +247,11 @@ void lf_engine_counters(lf_engine *e, lf_counters *out) {
   out->hash_ns = atomic_load_explicit(&e->tally.hash_ns, relaxed);
 }
 
+static void clean(worker *w) {
+  if (w->gatherer.ring.fd >= 0) lf_ring_close(&w->gatherer.ring);
+  lf_gatherer_free(&w->gatherer);
+}
+
 /* Waits for the batches being read; those not begun are dropped. */
 void lf_engine_free(lf_engine *e) {
   pthread_mutex_lock(&e->lock);
@@ -233,11 +259,10 @@ void lf_engine_free(lf_engine *e) {
   pthread_cond_broadcast(&e->work);
   pthread_mutex_unlock(&e->lock);
   for (uint32_t i = 0; i < e->threads; i++) {
-    worker *w = &e->workers[i];
-    pthread_join(w->thread, NULL);
-    if (w->gatherer.ring.fd >= 0) lf_ring_close(&w->gatherer.ring);
-    lf_gatherer_free(&w->gatherer);
+    pthread_join(e->workers[i].thread, NULL);
+    clean(&e->workers[i]);
   }
+  clean(&e->caller);
   pthread_mutex_destroy(&e->lock);
   pthread_cond_destroy(&e->work);
   pthread_cond_destroy(&e->finished);
@@ -247,6 +272,7 @@ void lf_engine_free(lf_engine *e) {
 /* For a forked child: the threads are not here and a lock may be held for ever. Only descriptors are ours
    to close; the memory is left to the end of the process. */
 void lf_engine_abandon(lf_engine *e) {
+  if (e->caller.gatherer.ring.fd >= 0) close(e->caller.gatherer.ring.fd);
   for (uint32_t i = 0; i < e->threads; i++) {
     if (e->workers[i].gatherer.ring.fd >= 0) close(e->workers[i].gatherer.ring.fd);
   }

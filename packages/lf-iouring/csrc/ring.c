@@ -62,11 +62,11 @@ static void store_release(uint32_t *p, uint32_t v) {
   atomic_store_explicit((_Atomic uint32_t *)p, v, memory_order_release);
 }
 
-static int setup(uint32_t entries, struct ring_params *params) {
+static int setup(uint32_t entries, int one_thread, struct ring_params *params) {
   /* DEFER_TASKRUN is of 6.1, SINGLE_ISSUER of 6.0: ask for less until the kernel knows it. */
   static const uint32_t tries[] = {SETUP_SINGLE_ISSUER | SETUP_DEFER_TASKRUN, SETUP_SINGLE_ISSUER, 0};
   int fd = -EINVAL;
-  for (size_t i = 0; i < sizeof tries / sizeof *tries; i++) {
+  for (size_t i = one_thread ? 0 : 2; i < sizeof tries / sizeof *tries; i++) {
     memset(params, 0, sizeof *params);
     params->flags = tries[i] | SETUP_CLAMP;
     fd = (int)syscall(SYS_SETUP, entries, params);
@@ -106,11 +106,11 @@ static void locate(lf_ring *ring, const struct ring_params *p) {
   ring->tail = *ring->sq_tail;
 }
 
-int lf_ring_open(lf_ring *ring, uint32_t entries) {
+int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread) {
   struct ring_params params;
   memset(ring, 0, sizeof *ring);
   ring->rings = ring->sqes = MAP_FAILED;
-  ring->fd = setup(entries, &params);
+  ring->fd = setup(entries, one_thread, &params);
   if (ring->fd < 0) return ring->fd;
   const uint32_t needed = FEAT_SINGLE_MMAP | FEAT_RW_CUR_POS;
   int rc = (params.features & needed) == needed ? map_rings(ring, &params) : -ENOSYS;

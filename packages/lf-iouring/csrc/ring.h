@@ -23,8 +23,9 @@ typedef struct {
   uint32_t queued;     /* entries the kernel has not taken yet */
 } lf_ring;
 
-/* All return 0 or a negative errno. */
-int lf_ring_open(lf_ring *ring, uint32_t entries);
+/* All return 0 or a negative errno. With `one_thread` only the thread that opens a ring may use it, which
+   saves the kernel work; without, calls may come from any thread, one at a time. */
+int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread);
 int lf_ring_register(lf_ring *ring, uint64_t start, uint64_t bytes);
 int lf_ring_enter(lf_ring *ring, uint32_t wait_for);
 

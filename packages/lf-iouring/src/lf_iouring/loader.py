@@ -29,7 +29,7 @@ class LoongDataLoader:
         engine: "auto" (io_uring, else pread, else Python, with the reason in `info()`), or one of
             "io_uring", "pread", "python" and nothing else.
         num_workers: threads that read; 0 means the cores of this process over the ranks of this host
-            (LOCAL_WORLD_SIZE). No worker processes are started.
+            (LOCAL_WORLD_SIZE), less one for the trainer. No worker processes are started.
         prefetch_factor: batches read ahead.
         epochs: passes over the data set; None is endless.
         return_type: "torch", "numpy", or "auto" for torch where it is installed.
@@ -234,7 +234,9 @@ def engine_threads(num_workers: int, prefetch: int) -> tuple[int, str]:
         return min(num_workers, prefetch), "num_workers"
     cores = len(os.sched_getaffinity(0))
     ranks = _positive(os.environ.get("LOCAL_WORLD_SIZE"))
-    return max(1, min(cores // ranks, prefetch)), f"{cores} cores over {ranks} ranks of this host"
+    # One core of each rank's share is for the thread that trains.
+    threads = max(1, min(cores // ranks - 1, prefetch))
+    return threads, f"{cores} cores over {ranks} ranks of this host, one left to the trainer"
 
 
 def _positive(text: str | None) -> int:

@@ -108,7 +108,7 @@ class Plan:
         columns = np.arange(self.global_batch, dtype=np.int64)[rows]
         edge = np.empty(count, np.int64)
         ids = np.empty((count, len(columns)), np.int64)
-        for epoch in np.unique(epochs).tolist():
+        for epoch in range(int(epochs[0]), int(epochs[-1]) + 1) if count else ():
             at = np.flatnonzero(epochs == epoch)
             edge[at], ids[at] = self._epoch_batches(epoch, places[at], columns)
         return Window(first_step, epochs, edge, ids)
@@ -159,7 +159,7 @@ class Plan:
         numbers = self._shuffled(places, self.steps_per_epoch, epoch, _BATCH_STREAM)
         edge_bucket, buckets, positions = self._positions(numbers, columns)
         ids = np.full(positions.shape, -1, np.int64)
-        for bucket in np.unique(buckets[buckets >= 0]).tolist():
+        for bucket in np.flatnonzero(np.bincount(buckets[buckets >= 0])).tolist():
             chosen = buckets == bucket
             order = self._shuffled(positions[chosen], int(self._sizes[bucket]), epoch, bucket)
             members = self._members[bucket]
