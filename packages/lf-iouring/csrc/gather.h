@@ -31,6 +31,9 @@ typedef struct {
   int has_ring;
   int no_nowait; /* a file system refused RWF_NOWAIT */
   lf_tally *tally;
+  lf_counters done;  /* of this job; added to the tally at its end, so that threads do not share a line */
+  uint32_t hashed;   /* rows of this job */
+  uint64_t hash_ns;  /* of the first of them */
   lf_piece *pieces;
   uint32_t *waiting; /* [rows] reads outstanding */
   uint8_t *packed;   /* [rows] bits as stored */

@@ -323,3 +323,14 @@ def test_the_whole_epoch_is_read_in_plan_order(loader_of):
         assert (batch.step, batch.epoch) == (step, spec.epoch)
         assert np.array_equal(batch.ids, spec.ids)
         assert batch.tokens.shape == (24, spec.bucket_edge)
+
+
+def test_torch_is_imported_only_when_it_is_wanted(masked_path):
+    code = f"""
+import sys, lf_format, lf_iouring
+dataset = lf_format.open_dataset({str(masked_path)!r})
+with lf_iouring.LoongDataLoader(dataset, global_batch=24, return_type="numpy") as loader:
+    assert type(next(loader).tokens).__name__ == "ndarray"
+assert "torch" not in sys.modules
+"""
+    subprocess.run([sys.executable, "-c", code], timeout=60, check=True)

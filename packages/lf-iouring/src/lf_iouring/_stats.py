@@ -15,7 +15,7 @@ class LoaderStats:
         wait_s: seconds the caller waited for a batch that was not ready.
         plan_s: seconds spent computing record ids and extents, in the caller's thread.
         read_s: seconds the engine's threads were busy, hashing included.
-        hash_s: the part of it spent in record hashes.
+        hash_s: the part of it spent in record hashes, estimated from one row a batch.
         cached_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
         overflow: batches that got memory of their own because every slot was held by the caller.
         engine, reason: which engine works and why.

@@ -86,7 +86,8 @@ class HostPool:
 
     def try_acquire(self) -> Lease | None:
         """Lease a slot that is free now, or None; PoolError as for `acquire`."""
-        self._require_usable()
+        if self._closed or os.getpid() != self._pid:
+            self._require_usable()
         table = self._table
         if table.fenced:
             table.sweep()
@@ -125,7 +126,7 @@ class HostPool:
         if self._closed:
             return
         if self._table.live and not force:
-            leased = sorted(watch.index for watch in self._table.live.values())
+            leased = sorted(self._table.live.values())
             raise PoolError(f"slots {leased} are leased: release them or close(force=True)")
         self._table.wait_fences()
         self._closed = True

@@ -1,15 +1,14 @@
 """Slots and leases: the life of one buffer between `acquire` and its return to the free list.
 
-A returned slot may come from a weakref callback, which the garbage collector can run in any thread in
-the middle of anything, even of this module's own code. So nothing here takes a lock on the way back: the
-free list is a list (append and pop are atomic) counted by a SimpleQueue, whose `put` is re-entrant.
+A slot may come back from `__del__`, which the garbage collector can run in any thread in the middle of
+anything, even of this module's own code. So nothing here takes a lock on the way back: the free list is a
+list (append and pop are atomic) counted by a SimpleQueue, whose `put` is re-entrant.
 """
 
 import ctypes
 import itertools
 import math
 import queue
-import weakref
 from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -31,27 +30,28 @@ class Fence(Protocol):
         """Block the calling thread until the work is done."""
 
 
-def slot_type(slot_bytes: int) -> type[Any]:
-    """A ctypes buffer class: its instances keep the region mapped and can be watched by a weakref."""
-    return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
+class _Slot:
+    """Mixed into a ctypes array: memory of one lease that goes back when nothing refers to it any more."""
 
+    __slots__ = ()
 
-class _Watch(weakref.ref[Any]):
-    """Sees the buffer of one lease become garbage."""
-
-    __slots__ = ("fences", "index", "serial", "table")
-
+    region: Region
     table: "SlotTable"
     index: int
     serial: int
     fences: list[Fence]
 
+    def __del__(self) -> None:
+        self.table.collect(self)
 
-def _on_garbage(watch: _Watch) -> None:
-    table = watch.table
-    if table.live.pop(watch.serial, None) is not None:  # else it was released before
-        table.collected += 1
-        table.give_back(watch, "collect")
+
+def slot_type(slot_bytes: int, *, leased: bool = False) -> type[Any]:
+    """A ctypes array class whose instances keep their region mapped."""
+    array = ctypes.c_uint8 * slot_bytes
+    if leased:
+        slots = ("region", "table", "index", "serial", "fences")
+        return type("LeasedSlot", (_Slot, array), {"__slots__": slots})
+    return type("SlotBuffer", (array,), {"__slots__": ("region",)})
 
 
 class SlotTable:
@@ -59,7 +59,7 @@ class SlotTable:
 
     Attributes:
         free: indices of free slots, the last freed at the end.
-        live: leases out now, by serial number; whoever pops an entry has ended that lease.
+        live: slots leased now, by the lease's serial number; whoever pops an entry has ended that lease.
         fenced: indices of returned slots with the fences they wait for.
         peak, collected: see PoolStats; a race between two threads may lose a count, never a slot.
     """
@@ -69,6 +69,7 @@ class SlotTable:
     ) -> None:
         self._region = region
         self._type = slot_type(slot_bytes)
+        self._leased_type = slot_type(slot_bytes, leased=True)
         self._stride = stride
         self._serials = itertools.count()
         self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
@@ -76,7 +77,7 @@ class SlotTable:
         self.tracer = tracer
         self.acquires = self.peak = self.collected = 0
         self.free: list[int] = []
-        self.live: dict[int, _Watch] = {}
+        self.live: dict[int, int] = {}
         self.fenced: dict[int, list[Fence]] = {}
         for index in reversed(range(slots)):
             self._free(index)
@@ -98,21 +99,33 @@ class SlotTable:
         return self._lease(index)
 
     def _lease(self, index: int) -> "Lease":
-        buffer = self._buffer(index)
-        watch = _Watch(buffer, _on_garbage)
-        watch.table, watch.index, watch.fences = self, index, []
-        watch.serial = serial = next(self._serials)
-        self.live[serial] = watch
-        return Lease(watch, buffer)
+        address = self.address(index)
+        slot = self._leased_type.from_address(address)
+        slot.region, slot.table, slot.index, slot.fences = self._region, self, index, []
+        slot.serial = serial = next(self._serials)
+        self.live[serial] = index
+        return Lease(slot, address)
 
-    def give_back(self, watch: _Watch, action: str) -> None:
-        """Return the slot of an ended lease: to the free list, or to the fenced ones while one is pending."""
+    def collect(self, slot: _Slot) -> None:
+        """A slot's memory became garbage; nothing to do if it was released before."""
+        if self.live.pop(slot.serial, None) is not None:
+            self.collected += 1
+            self._return(slot, "collect")
+
+    def release(self, slot: _Slot) -> bool:
+        """End a lease; False if that was done before."""
+        if self.live.pop(slot.serial, None) is None:
+            return False
+        self._return(slot, "release")
+        return True
+
+    def _return(self, slot: _Slot, action: str) -> None:
         if self.tracer is not None:
-            self.tracer.note(action, watch.index)
-        if watch.fences:
-            self.fenced[watch.index] = watch.fences
+            self.tracer.note(action, slot.index)
+        if slot.fences:
+            self.fenced[slot.index] = slot.fences
         else:
-            self._free(watch.index)
+            self._free(slot.index)
 
     def sweep(self) -> int:
         """Free every fenced slot whose fences have passed; returns how many are still fenced."""
@@ -139,13 +152,10 @@ class SlotTable:
         self.free.append(index)
         self._tokens.put(None)
 
-    def _buffer(self, index: int) -> Any:
-        buffer = self._type.from_address(self._region.address + index * self._stride)
-        buffer.region = self._region
-        return buffer
-
     def _view(self, index: int) -> npt.NDArray[np.uint8]:
-        return np.frombuffer(self._buffer(index), np.uint8)
+        buffer = self._type.from_address(self.address(index))
+        buffer.region = self._region
+        return np.frombuffer(buffer, np.uint8)
 
     def _check_poison(self, index: int, tracer: Tracer) -> None:
         offset = first_write(self._view(index))
@@ -165,12 +175,13 @@ class Lease:
         index: number of the slot.
     """
 
-    __slots__ = ("_array", "_buffer", "_watch", "index")
+    __slots__ = ("_address", "_array", "_slot", "_table", "index")
 
-    def __init__(self, watch: _Watch, buffer: Any) -> None:
-        self.index = watch.index
-        self._watch = watch
-        self._buffer = buffer
+    def __init__(self, slot: Any, address: int) -> None:
+        self.index: int = slot.index
+        self._table: SlotTable = slot.table
+        self._slot = slot
+        self._address = address
         self._array: npt.NDArray[np.uint8] | None = None
 
     @property
@@ -180,46 +191,47 @@ class Lease:
         Raises PoolError after `release`.
         """
         if self._array is None:
-            self._array = self.view((len(self._live_buffer()),), np.uint8)
+            self._array = self.view((len(self._live_slot()),), np.uint8)
         return self._array
 
     @property
     def address(self) -> int:
         """Address of the slot's first byte, for native code; PoolError after `release`."""
-        self._live_buffer()
-        return self._watch.table.address(self.index)
+        if self._slot is None:
+            self._fail("used after its release")
+        return self._address
 
     @property
     def released(self) -> bool:
         """Whether the slot went back."""
-        return self._buffer is None
+        return self._slot is None
 
     def view(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
         """The bytes from `offset` on as an array; the slot stays leased while the array lives.
 
         Raises PoolError after `release`, or if the array would reach past the slot.
         """
-        buffer = self._live_buffer()
+        slot = self._slot
+        if slot is None:
+            self._fail("used after its release")
         try:
-            return np.ndarray(shape, dtype, buffer, offset)
+            return np.ndarray(shape, dtype, slot, offset)
         except (TypeError, ValueError):
             need = offset + math.prod(shape) * np.dtype(dtype).itemsize
-            raise PoolError(f"a view of {need} bytes does not fit a slot of {len(buffer)}") from None
+            raise PoolError(f"a view of {need} bytes does not fit a slot of {len(slot)}") from None
 
     def fence(self, fence: Fence) -> None:
         """Keep the slot out of the free list after `release` until `fence.query()` is true."""
         if not isinstance(fence, Fence):
             raise PoolError(f"a fence needs query() and wait(); {type(fence).__name__} has not both")
-        self._live_buffer()
-        self._watch.fences.append(fence)
+        self._live_slot().fences.append(fence)
 
     def release(self) -> None:
         """Give the slot back; PoolError if that was done before."""
-        watch = self._watch
-        if watch.table.live.pop(watch.serial, None) is None:
+        slot = self._slot
+        if slot is None or not self._table.release(slot):
             self._fail("released twice")
-        self._array = self._buffer = None
-        watch.table.give_back(watch, "release")
+        self._array = self._slot = None
 
     def __enter__(self) -> Self:
         return self
@@ -228,13 +240,13 @@ class Lease:
         if not self.released:
             self.release()
 
-    def _live_buffer(self) -> Any:
-        if self._buffer is None:
+    def _live_slot(self) -> Any:
+        if self._slot is None:
             self._fail("used after its release")
-        return self._buffer
+        return self._slot
 
     def _fail(self, what: str) -> NoReturn:
-        tracer, text = self._watch.table.tracer, f"slot {self.index}: lease {what}"
+        tracer, text = self._table.tracer, f"slot {self.index}: lease {what}"
         if tracer is None:
             raise PoolError(f"{text}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released")
         raise PoolError(f"{text}, at {call_site()}; released at {tracer.last_site('release', self.index)}")
