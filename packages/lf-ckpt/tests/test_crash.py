@@ -8,6 +8,9 @@ import itertools
 import os
 import select
 import signal
+import subprocess
+import sys
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -64,13 +67,9 @@ def in_child(work: Callable[[], None]) -> int:
 def byte_edges() -> list[int]:
     """Cases A1: the first bytes, every record edge, the middle between two, the end."""
     recorder = Recorder()
-    path = Path(os.environ.get("TMPDIR", "/tmp")) / f"lf-ckpt-edges-{os.getpid()}"
-    try:
-        write_steps(path, lf_ckpt.FileLayer(), (1,))
-        write_steps(path, recorder, (2,))
-    finally:
-        for name in sorted(files_under(path)):
-            (path / name).unlink()
+    with tempfile.TemporaryDirectory() as folder:
+        write_steps(Path(folder), lf_ckpt.FileLayer(), (1,))
+        write_steps(Path(folder), recorder, (2,))
     edges = sorted({before for _, before in recorder.calls} | {recorder.written})
     middles = [(a + b) // 2 for a, b in itertools.pairwise(edges)]
     return sorted({0, 1, 4095, 4096, 4097, recorder.written - 1, *edges, *middles})
@@ -209,9 +208,6 @@ def test_nothing_moves_or_goes_before_the_new_step_is_durable(tmp_path: Path) ->
 
 
 def test_a_process_that_forgets_to_close_still_finishes_its_save(tmp_path: Path) -> None:
-    import subprocess
-    import sys
-
     code = f"import torch, lf_ckpt; lf_ckpt.open({str(tmp_path)!r}).save(5, {{'x': torch.ones(3_000_000)}})"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 

@@ -55,12 +55,19 @@ class Saver:
         except BaseException as error:
             handle._finish(None, error)
             raise
-        self._writer.submit(self._run, job)
         if overlap:
             streams = side_streams(plan)
+            self._writer.submit(self._run, job)
             self._stager.submit(lambda: streams.run(lambda: self._stage(job)))
-        else:
+        elif plan.slab_bytes > job.slab.size:
+            self._writer.submit(self._run, job)
             self._stage(job)
+        else:
+            # The caller stands still: the writer would only compete for memory bandwidth until all is copied.
+            try:
+                self._stage(job)
+            finally:
+                self._writer.submit(self._run, job)
         return handle
 
     def settle(self) -> None:
