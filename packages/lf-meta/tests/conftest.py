@@ -91,11 +91,22 @@ class Cli:
         return {s: [i for r in sorted(ranks) for i in ranks[r]] for s, ranks in by_step.items()}
 
 
-@pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def _cli(folder: Path) -> Cli:
     environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
     environment.pop("LOONGFORGE_EXIT_FILE", None)
-    return Cli(tmp_path, environment)
+    return Cli(folder, environment)
+
+
+@pytest.fixture(scope="session")
+def make_cli() -> Callable[[Path], Cli]:
+    """``loongforge`` for a folder of the test's choice."""
+    return _cli
+
+
+@pytest.fixture
+def cli(tmp_path: Path) -> Cli:
+    """``loongforge`` in a fresh folder."""
+    return _cli(tmp_path)
 
 
 def wait_until(condition: Callable[[], object], process: Popen | None = None, timeout: float = 120) -> None:

@@ -70,7 +70,8 @@ def test_the_same_errors_exit_2_with_two_ranks(cli: Any) -> None:
 def test_an_id_outside_the_vocabulary_names_file_record_and_id(cli: Any) -> None:
     data = cli.folder / "data"
     data.mkdir()
-    with lff.Writer(data / "train.loongbin", vocab_size=300, buckets=(32, 64)) as writer:
+    tokenizer = lff.TokenizerInfo("none", "")
+    with lff.Writer(data / "train.loongbin", vocab_size=300, tokenizer=tokenizer, buckets=(32, 64)) as writer:
         for i in range(64):
             ids = np.arange(20) % 250
             if i == 41:
@@ -93,18 +94,26 @@ def test_own_text_is_packed_trained_on_and_generated_from(cli: Any) -> None:
     assert cli.run("infer", "runs/mine", "--tokens", "5").startswith("The ")
 
 
-@pytest.mark.parametrize(
-    "twin", ["loader.backend=torch", "ckpt.backend=torch", "loader.engine=pread", "loader.engine=python"]
-)
-def test_twins_give_the_same_run_bit_for_bit(cli: Any, twin: str) -> None:
-    options = ["run.steps=12", "ckpt.every=4", "metrics.sample_ids=true"]
-    cli.train("ours", *options)
-    cli.train("twin", *options, twin)
-    assert cli.losses("twin") == cli.losses("ours")
-    assert cli.sample_ids("twin") == cli.sample_ids("ours")
-    cli.run("resume", "runs/twin", "run.steps=14")
-    cli.run("resume", "runs/ours", "run.steps=14")
-    assert cli.losses("twin") == cli.losses("ours")
+TWINS = ["loader.backend=torch", "ckpt.backend=torch", "loader.engine=pread", "loader.engine=python"]
+TWIN_STEPS = ["run.steps=12", "ckpt.every=4", "metrics.sample_ids=true"]
+
+
+@pytest.fixture(scope="module")
+def ours(tmp_path_factory: pytest.TempPathFactory, make_cli: Any) -> Any:
+    """A finished and resumed run with our own parts."""
+    cli = make_cli(tmp_path_factory.mktemp("ours"))
+    cli.train("run", *TWIN_STEPS)
+    cli.run("resume", "runs/run", "run.steps=14")
+    return cli
+
+
+@pytest.mark.parametrize("twin", TWINS)
+def test_twins_give_the_same_run_bit_for_bit(cli: Any, ours: Any, twin: str) -> None:
+    cli.train("run", *TWIN_STEPS, twin)
+    cli.run("resume", "runs/run", "run.steps=14")
+    assert sorted(ours.losses("run")) == list(range(1, 15))
+    assert cli.losses("run") == ours.losses("run")
+    assert cli.sample_ids("run") == ours.sample_ids("run")
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_good_checkpoints(cli: Any) -> None:
@@ -162,6 +171,16 @@ def test_a_killed_peer_ends_the_job_with_an_error(cli: Any, until: Any, small: l
     os.kill(rank, signal.SIGKILL)
     assert process.wait(timeout=90) == 1
     cli.run("resume", "runs/lost", "run.steps=5")
+
+
+def test_a_run_that_saved_nothing_resumes_at_step_0(cli: Any, until: Any, small: list[str]) -> None:
+    process = cli.start("train", "run.name=early", *small, "run.steps=100000", "ckpt.every=0")
+    until(lambda: cli.rows("early"), process)
+    process.kill()
+    process.wait()
+    assert "no loadable checkpoint" in cli.run("digest", "runs/early", code=2)
+    assert "starting at step 0" in cli.run("resume", "runs/early", "run.steps=5")
+    assert sorted(cli.losses("early")) == [1, 2, 3, 4, 5]
 
 
 def test_config_show_names_the_origin_of_each_value(cli: Any) -> None:

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 
 import lf_ckpt
 from lf_meta.config import CkptSection
-from lf_meta.errors import CheckpointError, RunError
+from lf_meta.errors import CheckpointError, NoCheckpointError
 
 log = logging.getLogger(__name__)
 Items = dict[str, Any]
@@ -54,6 +54,10 @@ class Checkpointer(Protocol):
 def _as_checkpoint_error() -> Iterator[None]:
     try:
         yield
+    except lf_ckpt.NoCheckpointError as e:
+        # with fallbacks there were checkpoints, all of them damaged: never to be taken for a fresh start
+        kind = CheckpointError if e.fallbacks else NoCheckpointError
+        raise kind(f"checkpoint: {e}") from e
     except lf_ckpt.CkptError as e:
         raise CheckpointError(f"checkpoint: {e}") from e
 
@@ -125,9 +129,8 @@ class TorchCheckpointer:
         steps = self._steps()
         chosen = steps[-1] if step is None and steps else step
         if chosen is None or chosen not in steps:
-            raise RunError(
-                f"{self._path}: no checkpoint{'' if step is None else f' of step {step}'}; has {steps}"
-            )
+            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise NoCheckpointError(f"{self._path}: {wanted}; it has {steps}")
         data = torch.load(self._file(chosen), map_location="cpu", weights_only=True)
         return Restored(chosen, data["tensors"], json.loads(data["items"]))
 

@@ -33,6 +33,12 @@ class CheckpointError(MetaError):
     """A checkpoint could not be written or read back; earlier ones are intact."""
 
 
+class NoCheckpointError(CheckpointError):
+    """The run has not saved anything yet (or not the step that was asked for)."""
+
+    exit_code = 2
+
+
 class RunError(MetaError):
     """A run directory is missing, unfinished or already in use."""
 

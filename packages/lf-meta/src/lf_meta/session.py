@@ -13,10 +13,16 @@ from torch import nn
 import lf_format as lff
 import lf_iouring as lfi
 from lf_meta import data, rundir
-from lf_meta.checkpoint import Checkpointer, collect_state, open_checkpointer, restore_state
+from lf_meta.checkpoint import (
+    Checkpointer,
+    Restored,
+    collect_state,
+    open_checkpointer,
+    restore_state,
+)
 from lf_meta.config import Config
 from lf_meta.dist import StopConsensus, World, choose_precision
-from lf_meta.errors import ConfigError, DataError
+from lf_meta.errors import ConfigError, DataError, NoCheckpointError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import Feed, Order, make_feed
 from lf_meta.metrics import MetricsFile, StepMetrics
@@ -62,21 +68,33 @@ class Session:
 
     def restore(self) -> tuple[str, ...]:
         """Load the newest good checkpoint on every rank; returns what there is to tell about it."""
-        if self.checkpointer is not None:
-            restored = self.checkpointer.load(None)
-        else:
-            reader = open_checkpointer(self.run.root, self.config.ckpt, read_only=True)
-            restored = reader.load(None)
-            reader.close()
+        try:
+            restored = self._load_newest()
+        except NoCheckpointError:
+            self._cut_metrics(0)
+            return ("nothing was saved yet: starting at step 0",)
         restore_state(self.model, self.optimizer, restored)
         apply_hyperparameters(self.optimizer, self.config.optim)
         self._restore_position(restored.items["data"])
         self.step = self.saved_step = restored.items["train"]["step"]
         self.tokens_seen = restored.items["train"]["tokens_seen"]
-        if self.world.is_main:  # also files of ranks that this run no longer has
-            for path in (self.run.metrics, *self.run.root.glob("ids-rank-*.jsonl")):
-                MetricsFile(path).truncate_after(self.step)
+        self._cut_metrics(self.step)
         return restored.notes
+
+    def _load_newest(self) -> Restored:
+        if self.checkpointer is not None:
+            return self.checkpointer.load(None)
+        reader = open_checkpointer(self.run.root, self.config.ckpt, read_only=True)
+        try:
+            return reader.load(None)
+        finally:
+            reader.close()
+
+    def _cut_metrics(self, step: int) -> None:
+        """Forget what was logged after ``step``, also by ranks that this run no longer has."""
+        if self.world.is_main:
+            for path in (self.run.metrics, *self.run.root.glob("ids-rank-*.jsonl")):
+                MetricsFile(path).truncate_after(step)
 
     def _restore_position(self, state: dict[str, object]) -> None:
         try:
