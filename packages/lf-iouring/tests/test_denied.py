@@ -5,7 +5,6 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -138,33 +137,33 @@ except lf_iouring.EngineError as error:
     assert "thread" in text
 
 
-def listing():
-    return {str(path) for folder in ("/dev/shm", "/tmp") for path in Path(folder).glob("*lf*")}
-
-
-def test_kill_9_leaves_nothing_behind(masked_path):
+def test_kill_9_leaves_nothing_behind(masked_path, tmp_path):
     """Case A6: an anonymous memfd dies with its process."""
     code = (
         PRELUDE
         + """
 loader = lf_iouring.LoongDataLoader(dataset, global_batch=24)
 next(loader)
-print(os.listdir("/proc/self/fd") and "ready", flush=True)
-import time
+print(*[os.readlink(f"/proc/self/fd/{fd}") for fd in os.listdir("/proc/self/fd") if int(fd) > 2][:-1], flush=True)
 while True:
     next(loader)
 """
     )
-    before = listing()
     process = subprocess.Popen(
-        [sys.executable, "-c", code, masked_path], stdout=subprocess.PIPE, text=True, start_new_session=True
+        [sys.executable, "-c", code, masked_path],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"TMPDIR": str(tmp_path)},
     )
-    assert process.stdout.readline().strip() == "ready"
+    files = process.stdout.readline().split()
+    assert any("lf-memory" in name for name in files)
+    assert not any("/dev/shm" in name for name in files)
     time.sleep(0.05)
     process.kill()
     assert process.wait(timeout=10) == -signal.SIGKILL
     process.stdout.close()
-    assert listing() == before
+    assert list(tmp_path.iterdir()) == []
+    assert not [name for name in os.listdir("/dev/shm") if "lf-memory" in name]
 
 
 def test_a_tiny_dev_shm_does_not_matter(child):

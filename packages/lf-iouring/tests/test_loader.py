@@ -210,7 +210,7 @@ def test_threads_may_share_a_loader(loader_of, ids_of):
     got = []
 
     def work():
-        for batch in loader:
+        while (batch := next(loader, None)) is not None:
             got.append((batch.step, tuple(batch.ids.tolist())))
 
     threads = [threading.Thread(target=work) for _ in range(4)]
