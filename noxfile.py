@@ -20,6 +20,8 @@ PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
+GPU_WHEELS = ["cffi", "pycparser", "zstandard", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types"]
+GPU_WHEELS += ["typing-inspection", "hypothesis"]
 EXTRAS = {"lf-format": "[tokenizers]"}
 
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
@@ -125,6 +127,25 @@ def types(session: nox.Session) -> None:
     """mypy --strict on all packages."""
     python = _torch_python(session)
     session.run(python, "-m", "mypy", *[f"packages/{p}/src" for p in PACKAGES], external=True)
+
+
+@nox.session(venv_backend="none")
+def gpu_bundle(session: nox.Session) -> None:
+    """Fill .whl/ with our wheels and the dependencies a bare GPU machine lacks (CPython 3.12, torch there).
+
+    On that machine: ``python3 -m pip install --no-index --no-deps --target site .whl/*.whl``, then
+    ``PYTHONPATH=site python3 packages/lf-x/benchmarks/bench_x.py --json OUT``.
+    """
+    python = _torch_python(session)
+    out = ROOT / ".whl"
+    shutil.rmtree(out, ignore_errors=True)
+    build = [python, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(out)]
+    session.run(*build, *[f"./packages/{p}" for p in PACKAGES], external=True)
+    foreign = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
+    for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
+        foreign += ["--platform", tag]
+    session.run(python, "-m", "pip", "download", "--quiet", *foreign, "-d", str(out), *GPU_WHEELS, external=True)
+    session.log(f"{out}: {sum(f.stat().st_size for f in out.iterdir()) / 2**20:.0f} MiB")
 
 
 @nox.session(venv_backend="none")

@@ -89,6 +89,9 @@ class DeviceSection(Section):
     precision: Literal["auto", "fp32", "bf16"] = Field(
         "auto", description="auto: bf16 autocast where supported on cuda"
     )
+    deterministic: bool = Field(
+        False, description="on cuda: only kernels whose result repeats bit for bit (slower)"
+    )
     threads: NonNegativeInt = Field(0, description="CPU threads of torch per rank; 0 leaves torch's choice")
 
 

@@ -110,14 +110,26 @@ def _make_feed(dataset: lff.Dataset, section: LoaderSection, order: Order, world
     )
 
 
+def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy to the device without a host wait; the source may change as soon as this returns.
+
+    From pageable memory cudaMemcpyAsync waits for the stream before it copies (CUDA runtime API, "API
+    synchronization behavior"), so the few kilobytes go through page-locked memory of torch's host allocator,
+    which keeps them until the copy is over.
+    """
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
+
+
 def to_micro_batches(batch: Batch, accum: int, device: torch.device) -> list[MicroBatch]:
     """Copy a batch to the device and cut its rows into ``accum`` micro-batches.
 
     Tokens travel in their stored width (1, 2 or 4 bytes) and become int64 on the device.
     """
-    tokens = batch.tokens.to(device, non_blocking=True).to(torch.int64)
-    lengths = batch.lengths.to(device, non_blocking=True).to(torch.int64)
-    mask = None if batch.loss_mask is None else batch.loss_mask.to(device, non_blocking=True).bool()
+    tokens = _to_device(batch.tokens, device).to(torch.int64)
+    lengths = _to_device(batch.lengths, device)
+    mask = None if batch.loss_mask is None else _to_device(batch.loss_mask, device).bool()
     rows = tokens.shape[0] // accum
     cuts = [slice(i * rows, (i + 1) * rows) for i in range(accum)]
     return [(tokens[c], lengths[c], None if mask is None else mask[c]) for c in cuts]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
@@ -143,6 +144,15 @@ def _keep_tokenizer(config: Config, run: rundir.RunDir, train: lff.Dataset) -> N
         rundir.write_tokenizer(run, tokenizer)
 
 
+def _configure_torch(config: Config) -> None:
+    if config.device.threads:
+        torch.set_num_threads(config.device.threads)
+    if config.device.deterministic:
+        # cuBLAS reads it when its first handle is made; the value is torch's own documentation's
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
 def _check_batch(config: Config, world: World) -> None:
     pieces = world.size * config.batch.accum
     if config.batch.size % pieces:
@@ -160,8 +170,7 @@ def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopS
         ConfigError, DataError: before anything is trained.
     """
     _check_batch(config, world)
-    if config.device.threads:
-        torch.set_num_threads(config.device.threads)
+    _configure_torch(config)
     with ExitStack() as stack:
         train, held_out = _open_data(config, run, world)
         stack.callback(train.close)
