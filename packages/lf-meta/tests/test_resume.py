@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 
 def _checkpointed(folder: Path, name: str, step: int) -> Callable[[], bool]:
@@ -33,6 +34,19 @@ def test_40_steps_equal_20_then_kill_9_then_resume(cli: Any, until: Any, small: 
     assert cli.digest("killed") == cli.digest("straight")
     assert cli.losses("killed") == cli.losses("straight")
     assert sorted(cli.losses("killed")) == list(range(1, 41))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_40_steps_equal_20_then_kill_9_then_resume(cli: Any, until: Any, small: list[str]) -> None:
+    options = ["run.steps=40", "device.type=cuda", "device.deterministic=true"]
+    cli.train("straight", *options)
+    process = cli.start("train", "run.name=killed", *small, *options)
+    until(_checkpointed(cli.folder, "killed", 20), process)
+    process.kill()
+    process.wait()
+    cli.run("resume", "runs/killed")
+    assert cli.digest("killed") == cli.digest("straight")
+    assert cli.losses("killed") == cli.losses("straight")
 
 
 def test_digest_tells_runs_apart(cli: Any) -> None:

@@ -64,3 +64,20 @@ def test_the_counter_sees_a_read() -> None:
     with CountReads() as counter:
         torch.ones(3).sum().item()
     assert counter.reads == ["_local_scalar_dense"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_reports_no_synchronisation_in_a_step(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, small: list[str]
+) -> None:
+    step = loop._train_step
+
+    def strict(s: Session, batch: Any) -> Any:
+        torch.cuda.set_sync_debug_mode("error" if s.step >= 2 else "default")  # the first steps load kernels
+        try:
+            return step(s, batch)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    monkeypatch.setattr(loop, "_train_step", strict)
+    assert _session_steps(tmp_path, monkeypatch, small, "device.type=cuda") == []
