@@ -4,7 +4,8 @@
     bench_ckpt.py --json OUT.json [--gib 0.5] [--repeat 3] [--dir DIR]
 
 stall: until the call returns and the tensors may change. durable: until the bytes are fsynced. CPU: seconds of this
-process, lf-ckpt's removal of the step before included. Every saver saves the same float32 state `repeat` times, in turns; the table shows the median and the fastest.
+process, with what lf-ckpt spends on removing the step before. Every saver saves the same float32 state `repeat` times,
+in turns; the table shows the median and the fastest.
 """
 
 from __future__ import annotations
@@ -289,7 +290,7 @@ def spread(values: list[float]) -> str:
 def ratios(saves: dict[str, list[Run]]) -> dict[str, float]:
     """Medians of lf-ckpt against the floor and the best stock row."""
     median = {
-        name: {k: statistics.median(getattr(r, k) for r in runs[1:]) for k in ("stall", "durable")}
+        name: {key: statistics.median(getattr(run, key) for run in runs[1:]) for key in ("stall", "durable")}
         for name, runs in saves.items()
     }
     ours = median[LfCkpt.name]
@@ -331,9 +332,8 @@ def main() -> None:
         saves, loads = run_all(Path(folder), state, arguments.repeat)
         dist.destroy_process_group()
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
-    print(
-        f"state: {state_bytes / 1e9:.2f} GB of float32 in {len(state)} tensors; median (fastest) of {arguments.repeat}\n"
-    )
+    size = f"{state_bytes / 1e9:.2f} GB of float32 in {len(state)} tensors"
+    print(f"state: {size}; median (fastest) of {arguments.repeat}\n")
     print(table(saves, loads, state_bytes))
     print("\n" + ", ".join(f"{name}: {value:.2f}x" for name, value in ratios(saves).items()))
     rows = {

@@ -36,12 +36,12 @@ class Recorder(FileLayer):
         return fds[0]
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
-        self.effect("write", lambda: self.put_bytes(fd, b"".join(bytes(b) for b in buffers), offset))
+        self.effect("write", lambda: self.put_buffers(fd, buffers, offset))
 
-    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
+    def put_buffers(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
         """The real write."""
-        FileLayer.write(self, fd, [data], offset)
-        self.written += len(data)
+        FileLayer.write(self, fd, buffers, offset)
+        self.written += sum(len(buffer) for buffer in buffers)
 
     def sync(self, fd: int) -> None:
         self.effect("sync", lambda: FileLayer.sync(self, fd))
@@ -93,11 +93,13 @@ class KillAtByte(Recorder):
         super().__init__()
         self.limit = limit
 
-    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
+    def put_buffers(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        data = b"".join(bytes(buffer) for buffer in buffers)
         if self.written + len(data) >= self.limit:
-            super().put_bytes(fd, data[: self.limit - self.written], offset)
+            plain = os.open(f"/proc/self/fd/{fd}", os.O_WRONLY)  # a torn write need not be aligned
+            os.pwrite(plain, data[: self.limit - self.written], offset)
             os.kill(os.getpid(), signal.SIGKILL)
-        super().put_bytes(fd, data, offset)
+        super().put_buffers(fd, buffers, offset)
 
 
 class FailAtCall(Recorder):
@@ -134,8 +136,14 @@ class Volatile(StopAtCall):
         self._pending(path, lambda: _forget(path))
         return fd
 
-    def put_bytes(self, fd: int, data: bytes, offset: int) -> None:
-        super().put_bytes(fd, data, offset)
+    def open_direct(self, path: str) -> int | None:
+        fd = super().open_direct(path)
+        if fd is not None:
+            self.paths[fd] = path
+        return fd
+
+    def put_buffers(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        super().put_buffers(fd, buffers, offset)
         self.unsynced.setdefault(self.paths[fd], offset)
 
     def sync(self, fd: int) -> None:

@@ -6,6 +6,7 @@ kind of storage is another class with the same methods.
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 from collections.abc import Sequence
@@ -20,6 +21,19 @@ class FileLayer:
     def create(self, path: str) -> int:
         """Open `path` for writing, empty."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o644)
+
+    def open_direct(self, path: str) -> int | None:
+        """Open an existing file for writes past the page cache; None where that is refused.
+
+        Such writes need memory, offset and length at 4 KiB edges. They spare the copy into the cache, and fsync then
+        has nothing left to do.
+        """
+        try:
+            return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return None
+            raise
 
     def open(self, path: str) -> int:
         """Open `path` for reading."""

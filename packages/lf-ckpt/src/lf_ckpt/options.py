@@ -8,6 +8,7 @@ from typing import Literal, TypeAlias, get_args
 from .retention import Rule
 
 OnError: TypeAlias = Literal["raise", "warn"]
+Io: TypeAlias = Literal["auto", "buffered"]
 Compress: TypeAlias = Literal["auto", "raw", "zstd"]
 
 
@@ -20,6 +21,7 @@ class Options:
     full_every: int = 8
     slab_bytes: int | None = None
     compress: Compress = "auto"
+    io: Io = "auto"
     threads: int = 1
     read_only: bool = False
 
@@ -27,6 +29,7 @@ class Options:
         for name, value, choices in (
             ("on_error", self.on_error, get_args(OnError)),
             ("compress", self.compress, get_args(Compress)),
+            ("io", self.io, get_args(Io)),
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")

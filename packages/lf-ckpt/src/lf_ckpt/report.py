@@ -16,8 +16,9 @@ class SaveReport:
 
     bytes_raw: state, aliases counted once. bytes_written: data file. bytes_shared: raw bytes that the base already had.
     seconds_*: since `save` was called, until the caller's tensors were free, the data was with the kernel, and the
-    step was durable. codecs: raw bytes per codec. slab: how the staging memory was chosen. removed: steps retention
-    took away. error: set only with on_error="warn", when the save failed.
+    step was durable. codecs: raw bytes per codec. slab and io: how the staging memory
+    and the way of writing were chosen. removed: steps that retention took away. error: set only with on_error="warn",
+    when the save failed.
     """
 
     step: int
@@ -32,6 +33,7 @@ class SaveReport:
     seconds_durable: float
     codecs: dict[str, int]
     slab: str
+    io: str
     removed: tuple[str, ...] = ()
     error: str | None = None
 

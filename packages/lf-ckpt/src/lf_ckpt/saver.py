@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from .catalog import Catalog
+from .format import ALIGN
 from .handle import SaveHandle
 from .options import Options
 from .plan import Plan
@@ -102,16 +103,39 @@ class Saver:
         slab = self._ensure_slab(plan)
         base = self._usable_base()
         folder = self._catalog.new_folder(handle.step)
-        path = os.path.join(self._catalog.steps, folder)
-        try:
-            fd = self._catalog.files.create(os.path.join(path, "rank-0.lfckpt"))
-        except OSError:
-            self._catalog.files.rmdir(path)
-            raise
-        identity = uuid.uuid4().bytes
+        fd, direct, io_note = self._open_files(os.path.join(self._catalog.steps, folder), slab)
         return SaveJob(
-            plan, handle, folder, fd, identity, base, self._options.compress, slab, self._slab_note
+            plan=plan,
+            handle=handle,
+            folder=folder,
+            fd=fd,
+            direct=direct,
+            io_note=io_note,
+            writer_id=uuid.uuid4().bytes,
+            base=base,
+            compress=self._options.compress,
+            slab=slab,
+            slab_note=self._slab_note,
         )
+
+    def _open_files(self, folder: str, slab: Slab) -> tuple[int, int | None, str]:
+        """The new data file, the same past the page cache, and how it will be written; no trace when that fails."""
+        files, path = self._catalog.files, os.path.join(folder, "rank-0.lfckpt")
+        fd = None
+        try:
+            fd = files.create(path)
+            if self._options.io == "buffered":
+                return fd, None, "buffered, as asked"
+            if slab.array.ctypes.data % ALIGN:
+                return fd, None, "buffered, the slab is not page-aligned"
+            direct = files.open_direct(path)
+            return fd, direct, "buffered, the file system refuses O_DIRECT" if direct is None else "direct"
+        except OSError:
+            if fd is not None:
+                files.close(fd)
+                files.unlink(path)
+            files.rmdir(folder)
+            raise
 
     def _ensure_slab(self, plan: Plan) -> Slab:
         """The slab, empty; made at the first save and again only when the state has outgrown it."""

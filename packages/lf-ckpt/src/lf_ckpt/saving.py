@@ -40,6 +40,8 @@ class SaveJob:
     handle: SaveHandle
     folder: str
     fd: int
+    direct: int | None
+    io_note: str
     writer_id: bytes
     base: Base | None
     compress: str
@@ -66,7 +68,9 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
             job.handle._mark("written")
             catalog.files.sync(job.fd)
         finally:
-            catalog.files.close(job.fd)
+            for fd in (job.fd, job.direct):
+                if fd is not None:
+                    catalog.files.close(fd)
         manifest = _manifest(job, writer, file, catalog.store_id)
         root = catalog.commit(manifest)
     except BaseException as error:
@@ -95,8 +99,9 @@ def _new_writer(job: SaveJob, catalog: Catalog, pool: Executor | None) -> DataFi
     header = Header(job.handle.step, 0, 1, bytes.fromhex(catalog.store_id), job.writer_id)
     # A counter or generator state that happens to be unchanged should not make a whole step depend on another.
     smallest = min(_SMALL_EXTENT, job.plan.raw_bytes // 1000)
+    streams, bounce = job.plan.streams, job.slab.bounce
     return DataFileWriter(
-        catalog.files, job.fd, header, job.plan.streams, job.base, job.compress, pool, smallest
+        catalog.files, job.fd, job.direct, bounce, header, streams, job.base, job.compress, pool, smallest
     )
 
 
@@ -108,7 +113,7 @@ def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
         if staged.ready is not None:
             staged.ready.synchronize()
         piece = staged.piece
-        writer.add(staged.chunk, job.slab.array[piece.offset : piece.offset + piece.length])
+        writer.add(staged.chunk, job.slab.array[piece.offset : piece.offset + align(piece.length)])
         job.slab.release(piece)
 
 
@@ -164,6 +169,7 @@ def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, manifest: Mani
         seconds_durable=handle._seconds("durable"),
         codecs={CODEC_NAMES[codec]: size for codec, size in sorted(writer.codec_bytes.items())},
         slab=job.slab_note,
+        io=job.io_note,
     )
 
 
@@ -171,7 +177,7 @@ def failed_report(handle: SaveHandle, folder: str, plan: Plan, error: BaseExcept
     """What `wait` returns for a failed save with on_error="warn"."""
     times = (handle._seconds("staged"), handle._seconds("written"), handle._seconds("durable"))
     return SaveReport(
-        handle.step, folder, "failed", None, plan.raw_bytes, 0, 0, *times, {}, "", (), str(error)
+        handle.step, folder, "failed", None, plan.raw_bytes, 0, 0, *times, {}, "", "", (), str(error)
     )
 
 

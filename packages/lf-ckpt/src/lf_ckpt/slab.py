@@ -37,9 +37,16 @@ class Slab:
         self.size, self.pinned = size, pinned
         self.tensor = _allocate(size, pinned)
         self.array: npt.NDArray[np.uint8] = self.tensor.numpy()
+        self._bounce: npt.NDArray[np.uint8] | None = None
         self._changed = threading.Condition()
         self._head = self._used = 0
         self._aborted = False
+
+    def bounce(self, size: int) -> npt.NDArray[np.uint8]:
+        """Page-aligned memory of `size` bytes for the writer to pack encoded extents in; kept for the next save."""
+        if self._bounce is None or self._bounce.size < size:
+            self._bounce = _allocate(size, pinned=False).numpy()
+        return self._bounce[:size]
 
     def take(self, length: int) -> Piece:
         """Lease `length` bytes at a 4 KiB edge; waits for space. StagingAbortedError after `abort`."""

@@ -19,7 +19,7 @@ from .handle import SaveHandle
 from .jsonio import Json
 from .loading import describe, load_step, verified_base
 from .lock import StoreLock
-from .options import Compress, OnError, Options
+from .options import Compress, Io, OnError, Options
 from .plan import make_plan
 from .reader import StepReader
 from .report import Loaded, SaveReport
@@ -250,6 +250,7 @@ def open(
     full_every: int = 8,
     slab_bytes: int | None = None,
     compress: Compress = "auto",
+    io: Io = "auto",
     threads: int = 1,
     read_only: bool = False,
     files: FileLayer | None = None,
@@ -262,8 +263,9 @@ def open(
     slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
         state `save` waits for the disk while it copies.
     compress: "auto" samples which byte planes pay, "raw" never compresses, "zstd" tries every plane.
+    io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does.
     threads: threads that hash and compress. files: the file layer, for tests and other storage.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
-    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, threads, read_only)
+    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, io, threads, read_only)
     return Store(path, options, files or FileLayer())

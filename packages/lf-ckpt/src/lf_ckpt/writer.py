@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
+
+import numpy as np
 
 from .codec import Bytes, PlaneChooser, encode_planes
 from .errors import CkptError
@@ -30,6 +32,8 @@ from .manifest import DataFile, Placed
 from .plan import Chunk, Stream
 
 _ZEROS = bytes(ALIGN)
+# A direct write waits for the disk: worth it for long runs, while small tensors are gathered by the page cache.
+_DIRECT_FROM = EXTENT_BYTES
 
 
 @dataclass(frozen=True)
@@ -54,10 +58,15 @@ class Encoded:
 
 @dataclass
 class DataFileWriter:
-    """Appends extents to an open, empty `.lfckpt`. Call `add` per chunk in stream order, then `finish` once."""
+    """Appends extents to an open, empty `.lfckpt`. Call `add` per chunk in stream order, then `finish` once.
+
+    fd: for everything small. direct: the same file past the page cache, or None. bounce: page-aligned memory of a size.
+    """
 
     files: FileLayer
     fd: int
+    direct: int | None
+    bounce: Callable[[int], Bytes]
     header: Header
     streams: Sequence[Stream]
     base: Base | None
@@ -65,7 +74,6 @@ class DataFileWriter:
     pool: Executor | None = None
     smallest_shared: int = 0
     extents: list[Extent] = field(default_factory=list)
-    shared_bytes: int = 0
     codec_bytes: dict[int, int] = field(default_factory=dict)
     _place: int = HEADER_BYTES
     _chooser: PlaneChooser = field(default_factory=lambda: PlaneChooser(1, "raw"))
@@ -74,18 +82,23 @@ class DataFileWriter:
         """Write the header."""
         self.files.write(self.fd, [pack_header(self.header)], 0)
 
-    def add(self, chunk: Chunk, raw: Bytes) -> None:
-        """Encode and append one chunk. raw: (chunk.length,) uint8, free for reuse when this returns."""
+    def add(self, chunk: Chunk, room: Bytes) -> None:
+        """Encode and append one chunk.
+
+        room: (align(chunk.length),) uint8 that begins with the chunk; the rest is overwritten. Free when this returns.
+        """
         stream = self.streams[chunk.stream]
-        if raw.size != chunk.length:
+        if room.size != align(chunk.length):
             raise CkptError(
-                f"{stream.name}: {raw.size} bytes staged of {chunk.length}; this is a bug in lf-ckpt"
+                f"{stream.name}: {room.size} of {chunk.length} bytes staged; this is a bug in lf-ckpt"
             )
+        raw = room[: chunk.length]
         if chunk.start == 0:
             self._chooser = PlaneChooser(stream.width, self.compress)
         pieces = [raw[at : at + EXTENT_BYTES] for at in range(0, chunk.length, EXTENT_BYTES)]
         encoded = self._encode_all(pieces, stream)
-        self._append(chunk, pieces, encoded, stream.width)
+        self._number(chunk, pieces, encoded, stream.width)
+        self._write(room, chunk, encoded)
 
     def _encode_all(self, pieces: list[Bytes], stream: Stream) -> list[Encoded]:
         """Encode the extents of a chunk, in the pool when there is one; masks are chosen here, in order."""
@@ -102,32 +115,46 @@ class DataFileWriter:
         """The base's hashes, but not for an extent so small that it is not worth tying the step to its base."""
         return None if self.base is None or piece.size < self.smallest_shared else self.base.table
 
-    def _append(self, chunk: Chunk, pieces: list[Bytes], encoded: list[Encoded], width: int) -> None:
-        """Number the extents and write those that have data with one call."""
-        begin, buffers, start = self._place, [], chunk.start
+    def _number(self, chunk: Chunk, pieces: list[Bytes], encoded: list[Encoded], width: int) -> None:
+        """Index records for the extents of a chunk."""
+        start, place = chunk.start, self._place
         for piece, e in zip(pieces, encoded, strict=True):
-            stored, same = len(e.data), e.codec == SAME
-            place = e.parent if same else self._place
-            record = (
-                chunk.stream,
-                e.codec,
-                width,
-                start,
-                piece.size,
-                stored,
-                place,
-                e.raw_hash,
-                e.stored_hash,
-            )
+            same, stored = e.codec == SAME, len(e.data)
+            at = e.parent if same else place
+            record = (chunk.stream, e.codec, width, start, piece.size, stored, at, e.raw_hash, e.stored_hash)
             self.extents.append(Extent(*record))
             self.codec_bytes[e.codec] = self.codec_bytes.get(e.codec, 0) + piece.size
             start += piece.size
-            if not same:
-                buffers += [e.data, _ZEROS[: align(stored) - stored]]
-                self._place += align(stored)
-        if buffers:
-            self.files.write(self.fd, buffers, begin)
-        self.shared_bytes = self.codec_bytes.get(SAME, 0)
+            place += align(stored)
+
+    def _write(self, room: Bytes, chunk: Chunk, encoded: list[Encoded]) -> None:
+        """Append the stored bytes of a chunk, each padded to 4 KiB, with one call."""
+        size = sum(align(len(e.data)) for e in encoded)
+        buffers: list[Buffer] = []
+        if self.direct is None or size < _DIRECT_FROM:
+            for e in encoded:
+                buffers += [e.data, _ZEROS[: align(len(e.data)) - len(e.data)]]
+            self.files.write(self.fd, buffers, self._place)
+        elif all(e.codec == RAW for e in encoded):
+            room[chunk.length :] = 0
+            self.files.write(self.direct, [room.data], self._place)
+        else:
+            self.files.write(self.direct, [self._pack(encoded, size).data], self._place)
+        self._place += size
+
+    def _pack(self, encoded: list[Encoded], size: int) -> Bytes:
+        packed, at = self.bounce(size), 0
+        for e in encoded:
+            end, stop = at + len(e.data), at + align(len(e.data))
+            packed[at:end] = np.frombuffer(e.data, np.uint8) if e.data else 0
+            packed[end:stop] = 0
+            at = stop
+        return packed
+
+    @property
+    def shared_bytes(self) -> int:
+        """Raw bytes that the base had."""
+        return self.codec_bytes.get(SAME, 0)
 
     def finish(self) -> DataFile:
         """Append index and trailer; the caller fsyncs. A file that refers to nothing has no parent."""
