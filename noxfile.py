@@ -20,7 +20,14 @@ PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
-GPU_WHEELS = ["cffi", "pycparser", "zstandard", "pydantic==2.14.4", "pydantic-core==2.50.5", "annotated-types"]
+GPU_WHEELS = [
+    "cffi",
+    "pycparser",
+    "zstandard",
+    "pydantic==2.14.4",
+    "pydantic-core==2.50.5",
+    "annotated-types",
+]
 GPU_WHEELS += ["typing-inspection", "hypothesis"]
 EXTRAS = {"lf-format": "[tokenizers]"}
 
@@ -87,7 +94,12 @@ def tests(session: nox.Session, package: str) -> None:
     session.run(python, "-m", "pytest", f"packages/{package}/tests", *session.posargs, external=True)
     if package == "lf-iouring":  # the loader also delivers tensors, when torch is there
         session.run(
-            _torch_python(session), "-m", "pytest", f"packages/{package}/tests", *session.posargs, external=True
+            _torch_python(session),
+            "-m",
+            "pytest",
+            f"packages/{package}/tests",
+            *session.posargs,
+            external=True,
         )
 
 
@@ -99,7 +111,9 @@ def bench(session: nox.Session, package: str) -> None:
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     for script in sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py")):
-        session.run(python, str(script), "--json", str(out / f"{script.stem}.json"), *session.posargs, external=True)
+        session.run(
+            python, str(script), "--json", str(out / f"{script.stem}.json"), *session.posargs, external=True
+        )
 
 
 @nox.session(venv_backend="none")
@@ -144,7 +158,9 @@ def gpu_bundle(session: nox.Session) -> None:
     foreign = ["--python-version", "3.12", "--implementation", "cp", "--only-binary=:all:", "--no-deps"]
     for tag in ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64"):
         foreign += ["--platform", tag]
-    session.run(python, "-m", "pip", "download", "--quiet", *foreign, "-d", str(out), *GPU_WHEELS, external=True)
+    session.run(
+        python, "-m", "pip", "download", "--quiet", *foreign, "-d", str(out), *GPU_WHEELS, external=True
+    )
     session.log(f"{out}: {sum(f.stat().st_size for f in out.iterdir()) / 2**20:.0f} MiB")
 
 

@@ -8,7 +8,17 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-SIBLINGS = {"lf_format", "lf_memory", "lf_iouring", "lf_graph", "lf_comm", "lf_ckpt", "lf_hal", "lf_meta", "loongforge"}
+SIBLINGS = {
+    "lf_format",
+    "lf_memory",
+    "lf_iouring",
+    "lf_graph",
+    "lf_comm",
+    "lf_ckpt",
+    "lf_hal",
+    "lf_meta",
+    "loongforge",
+}
 # package -> (siblings and torch/triton it may need, those it may use when they happen to be installed)
 ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "lf_format": (set(), set()),
@@ -18,7 +28,10 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
     "lf_comm": ({"torch"}, set()),
     "lf_ckpt": ({"torch"}, {"lf_memory", "lf_iouring"}),
     "lf_hal": (set(), {"torch", "lf_ckpt"}),
-    "lf_meta": ({"lf_format", "lf_memory", "lf_iouring", "lf_graph", "lf_comm", "lf_ckpt", "lf_hal", "torch"}, set()),
+    "lf_meta": (
+        {"lf_format", "lf_memory", "lf_iouring", "lf_graph", "lf_comm", "lf_ckpt", "lf_hal", "torch"},
+        set(),
+    ),
 }
 WATCHED = SIBLINGS | {"torch", "triton"}
 PACKAGES = sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml"))

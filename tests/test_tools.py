@@ -17,7 +17,10 @@ def _load(name: str) -> ModuleType:
 
 
 def test_count_adds_up_all_pytest_runs_and_treats_errors_as_failures() -> None:
-    log = "12 passed in 1.20s\nnoise 3 passed\n\x1b[32m5 passed\x1b[0m, 1 skipped in 0.40s\n1 failed, 2 passed, 1 error in 3.0s\n"
+    log = (
+        "12 passed in 1.20s\nnoise 3 passed\n\x1b[32m5 passed\x1b[0m, 1 skipped in 0.40s\n"
+        "1 failed, 2 passed, 1 error in 3.0s\n"
+    )
     assert _load("count_tests").count(log) == {"passed": 19, "failed": 2, "skipped": 1}
 
 

@@ -4,7 +4,8 @@ import re
 import sys
 from pathlib import Path
 
-LINE = re.compile(r"^=* ?((?:\d+ (?:passed|failed|skipped|errors?|xfailed|xpassed|deselected|warnings?)(?:, )?)+) in [\d.]+s")
+COUNT = r"\d+ (?:passed|failed|skipped|errors?|xfailed|xpassed|deselected|warnings?)"
+LINE = re.compile(rf"^=* ?((?:{COUNT}(?:, )?)+) in [\d.]+s")
 
 
 def count(log: str) -> dict[str, int]:

@@ -17,7 +17,9 @@ def run(readme: Path) -> bool:
         print(f"{readme.relative_to(ROOT)}: no python example")
         return True
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run([sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, "-c", code], cwd=folder, capture_output=True, text=True, timeout=300
+        )
     print(f"{readme.relative_to(ROOT)}: {'ok' if done.returncode == 0 else 'FAILED'}")
     if done.returncode:
         print(done.stdout + done.stderr)

@@ -87,6 +87,20 @@ def test_kill_9_at_any_byte_leaves_the_previous_step(tmp_path: Path, limit: int)
     assert check_store(tmp_path, 1) == (2 if committed else 1)
 
 
+@pytest.mark.parametrize("limit", [4096, 500_000, 3 << 20, (3 << 20) + 4097, 5 << 20])
+def test_kill_9_inside_long_direct_writes(tmp_path: Path, limit: int) -> None:
+    old, new = {"x": torch.zeros(2_000_000)}, {"x": torch.ones(2_000_000)}
+    with lf_ckpt.open(tmp_path, compress="raw") as store:
+        store.save(1, old).wait()
+
+    def save() -> None:
+        lf_ckpt.open(tmp_path, compress="raw", files=KillAtByte(limit)).save(2, new).wait()
+
+    assert os.WIFSIGNALED(in_child(save))
+    with lf_ckpt.open(tmp_path) as store:
+        assert_same(store.load().tensors, old)
+
+
 def count_effects(tmp_path: Path, keep: list[object]) -> int:
     path = tmp_path / "count"
     write_steps(path, lf_ckpt.FileLayer(), (1, 2))

@@ -36,9 +36,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def file_size_limit() -> Iterator[None]:
-    """Files end at 20 MiB: the same failure without root."""
+    """Files end just after 20 MiB, at no block edge: the same failure without root."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB, hard))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20 * MIB + 100, hard))
     try:
         yield
     finally:

@@ -339,6 +339,30 @@ def test_verify_finds_a_false_statement_in_the_index(write: Write, column: str, 
     assert lff.verify(path, deep=False).ok
 
 
+@pytest.mark.parametrize(
+    ("column", "value", "said"),
+    [
+        ("blk.stored_len", struct.pack("<Q", 2), "stored length of block 0"),
+        ("blk.raw_len", struct.pack("<Q", 4), "stored length|decoded length"),
+        ("rec.flags", b"\4", "record flags"),
+        ("rec.length", struct.pack("<I", 9), "token count|decoded length|too long"),
+        ("blk.bucket", struct.pack("<H", 1), "too short for its bucket"),
+        ("blk.bucket", struct.pack("<H", 3), "bucket of block 0"),
+        ("blk.codec", b"\2", "codec of block 0"),
+        ("blk.count", struct.pack("<I", 2), "records of all blocks"),
+        ("blk.offset", struct.pack("<Q", 2**40), "offset of block 0"),
+        ("blk.max_id", struct.pack("<I", 256), "largest id of block 0"),
+    ],
+)
+def test_an_index_that_contradicts_itself_does_not_open(
+    write: Write, column: str, value: bytes, said: str
+) -> None:
+    path = write([[1, 2, 3]])
+    _sealed(path, index={_column_at(path, column): value})
+    with pytest.raises(lff.FormatError, match=said):
+        lff.Reader(path)
+
+
 def test_check_vocab_does_not_trust_a_false_largest_id(write: Write) -> None:
     path = write([[1, 2, 3]])
     _sealed(path, index={_column_at(path, "blk.max_id"): struct.pack("<I", 77)})

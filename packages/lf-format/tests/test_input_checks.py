@@ -75,6 +75,16 @@ def test_anything_but_a_flat_list_of_integers_is_refused(tmp_path: Path, bad: ob
     assert writer.close().records == 1
 
 
+def test_pieces_of_a_document_count_as_one(tmp_path: Path) -> None:
+    writer = lff.Writer(tmp_path / "a.loongbin", vocab_size=256, tokenizer=BYTES, buckets=(8,))
+    writer.append([1], document_end=False)
+    with pytest.raises(lff.InputError, match="document 0, position 0"):
+        writer.append([256], document_start=False)
+    writer.append([2], document_start=False)
+    with pytest.raises(lff.InputError, match="document 1, position 0"):
+        writer.append([256])
+
+
 def test_nan_is_located(tmp_path: Path) -> None:
     writer = lff.Writer(tmp_path / "a.loongbin", vocab_size=256, tokenizer=BYTES, buckets=(8,))
     with pytest.raises(lff.InputError, match=r"position 1: .*nan"):

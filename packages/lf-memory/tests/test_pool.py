@@ -4,6 +4,7 @@ import gc
 import os
 import random
 import resource
+import signal
 import threading
 import time
 
@@ -279,6 +280,44 @@ def test_reclaim_inside_a_cycle_does_not_deadlock():
         gc.set_threshold(700, 10, 10)
     gc.collect()
     assert pool.stats().free == 2
+
+
+@pytest.fixture
+def interrupts():
+    """A switch: while interrupts[0] is true the next tick of CPU time raises KeyboardInterrupt once."""
+    armed = [False]
+
+    def tick(*_):
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, tick)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005, 0.0005)
+    yield armed
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+    signal.signal(signal.SIGVTALRM, before)
+
+
+def test_ctrl_c_at_any_moment_loses_no_slot(interrupts):
+    """Interrupts arrive between any two lines, also while arrays are being collected."""
+    pool = make(slots=3, slot_bytes=64)
+    for _ in range(300):
+        array = lease = None
+        try:
+            interrupts[0] = True
+            while True:
+                array = pool.acquire(timeout=5).array
+                lease = pool.acquire(timeout=5)
+                lease.release()
+                del array, lease
+        except KeyboardInterrupt:
+            pass
+        finally:
+            interrupts[0] = False
+    array = lease = None
+    leases = [pool.acquire(timeout=1) for _ in range(3)]
+    assert sorted(lease.index for lease in leases) == [0, 1, 2]
 
 
 def test_attach_shows_the_same_bytes_read_only():

@@ -18,6 +18,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import statistics
 import sys
 import tempfile
@@ -122,7 +123,9 @@ def trainer(config: Config) -> dict[str, Any]:
     with redirect_stdout(sys.stderr), StopSignal() as signal:
         jobs.start_run(config, signal)
     assert config.run.name is not None
-    rows = list(MetricsFile(Path(config.run.dir) / config.run.name / "metrics.jsonl").rows())
+    run = Path(config.run.dir) / config.run.name
+    rows = list(MetricsFile(run / "metrics.jsonl").rows())
+    shutil.rmtree(run)  # a checkpoint of the next row may need the space
     steps = [(r["step"], r["step_ms"], r["wait_pct"]) for r in rows if "loss" in r and r["step"] % 5 == 0]
     every = config.ckpt.every
     # a save is started after an interval was reported, so its cost lands in the next one
@@ -176,7 +179,8 @@ def main() -> None:
             rows.append(summary(label, result.pop("intervals_ms"), base, result))
     shape = f"{args.size}, batch {args.batch} x {args.length}, {args.device.type}"
     print(
-        f"\n{shape}\n\n| row | step ms | spread | / bare | one save costs ms | data wait % |\n|---|---|---|---|---|---|"
+        f"\n{shape}\n\n| row | step ms | spread | / bare | one save costs ms | data wait % |"
+        "\n|---|---|---|---|---|---|"
     )
     for r in rows:
         save = "" if r.get("save_ms") is None else f"{r['save_ms']:.0f}"

@@ -169,7 +169,7 @@ def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, manifest: Mani
         seconds_durable=handle._seconds("durable"),
         codecs={CODEC_NAMES[codec]: size for codec, size in sorted(writer.codec_bytes.items())},
         slab=job.slab_note,
-        io=job.io_note,
+        io=job.io_note + (", in part buffered: refused" if writer.refused_direct else ""),
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -73,6 +74,7 @@ class DataFileWriter:
     compress: str
     pool: Executor | None = None
     smallest_shared: int = 0
+    refused_direct: bool = False
     extents: list[Extent] = field(default_factory=list)
     codec_bytes: dict[int, int] = field(default_factory=dict)
     _place: int = HEADER_BYTES
@@ -130,17 +132,32 @@ class DataFileWriter:
     def _write(self, room: Bytes, chunk: Chunk, encoded: list[Encoded]) -> None:
         """Append the stored bytes of a chunk, each padded to 4 KiB, with one call."""
         size = sum(align(len(e.data)) for e in encoded)
-        buffers: list[Buffer] = []
-        if self.direct is None or size < _DIRECT_FROM:
+        if (
+            self.direct is None
+            or size < _DIRECT_FROM
+            or not self._write_direct(self.direct, room, chunk, encoded)
+        ):
+            buffers: list[Buffer] = []
             for e in encoded:
                 buffers += [e.data, _ZEROS[: align(len(e.data)) - len(e.data)]]
             self.files.write(self.fd, buffers, self._place)
-        elif all(e.codec == RAW for e in encoded):
-            room[chunk.length :] = 0
-            self.files.write(self.direct, [room.data], self._place)
-        else:
-            self.files.write(self.direct, [self._pack(encoded, size).data], self._place)
         self._place += size
+
+    def _write_direct(self, direct: int, room: Bytes, chunk: Chunk, encoded: list[Encoded]) -> bool:
+        """The same past the page cache; False when that is refused, now or after a short write."""
+        if all(e.codec == RAW for e in encoded):
+            room[chunk.length :] = 0
+            data = room
+        else:
+            data = self._pack(encoded, sum(align(len(e.data)) for e in encoded))
+        try:
+            self.files.write(direct, [data.data], self._place)
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+            self.refused_direct = True
+            return False
+        return True
 
     def _pack(self, encoded: list[Encoded], size: int) -> Bytes:
         packed, at = self.bounce(size), 0

@@ -1,5 +1,6 @@
 """HostPool: fixed slots in one memfd."""
 
+import math
 import os
 import threading
 import time
@@ -16,6 +17,7 @@ from ._stats import PoolStats
 
 # While only fenced slots are left nobody signals us; a device event is polled this often.
 _FENCE_POLL_S = 100e-6
+_CLOSED_POLL_S = 0.05  # how often a waiting thread looks whether the pool was closed
 _MAX_POOL = 1 << 46  # bytes; beyond any address space, so a slip in units is caught here
 
 
@@ -82,28 +84,26 @@ class HostPool:
         Raises PoolTimeout when none came free, PoolError when the pool is closed or was inherited by fork.
         """
         self._require_usable()
-        return self._table.take(0) or self._wait(timeout)
+        return self._table.try_take() or self._wait(timeout)
 
     def try_acquire(self) -> Lease | None:
         """Lease a slot that is free now, or None; PoolError as for `acquire`."""
         if self._closed or os.getpid() != self._pid:
             self._require_usable()
-        table = self._table
-        if table.fenced:
-            table.sweep()
-        return table.take(0)
+        return self._table.try_take()
 
     def stats(self) -> PoolStats:
         """A snapshot; see PoolStats for the fields."""
         table, size = self._table, self._backing.region.size
+        leased, fenced, free = table.counts()
         return PoolStats(
             pages=self.pages,
             reason=self._backing.reason,
             slots=self.slots,
             slot_bytes=self._slot_bytes,
-            live=len(table.live),
-            fenced=len(table.fenced),
-            free=len(table.free),
+            live=len(leased),
+            fenced=fenced,
+            free=free,
             peak=table.peak,
             acquires=table.acquires,
             collected=table.collected,
@@ -115,6 +115,7 @@ class HostPool:
 
     def trace(self) -> tuple[_trace.TraceEvent, ...]:
         """Events recorded in debug mode, oldest first; empty unless LOONGFORGE_DEBUG_MEMORY=1."""
+        self._table.counts()
         return self._table.tracer.events() if self._table.tracer else ()
 
     def close(self, force: bool = False) -> None:
@@ -125,8 +126,8 @@ class HostPool:
         """
         if self._closed:
             return
-        if self._table.live and not force:
-            leased = sorted(self._table.live.values())
+        leased, _, _ = self._table.counts()
+        if leased and not force:
             raise PoolError(f"slots {leased} are leased: release them or close(force=True)")
         self._table.wait_fences()
         self._closed = True
@@ -144,25 +145,23 @@ class HostPool:
 
     def _wait(self, timeout: float | None) -> Lease:
         start = time.monotonic()
-        lease = None
-        while lease is None:
-            self._require_usable()
-            left = None if timeout is None else timeout - (time.monotonic() - start)
-            fenced = self._table.sweep()
-            step = _FENCE_POLL_S if fenced else 0.05  # seconds; wakes to see close() in another thread
-            step = step if left is None else max(0.0, min(step, left))
-            began = time.monotonic()
-            lease = self._table.take(step)
-            if fenced:
-                self._add_wait(0.0, time.monotonic() - began)
-            if lease is None and left is not None and left <= 0:
-                self._add_wait(time.monotonic() - start, 0.0)
-                raise PoolTimeout(f"no slot of {self.slots} came free in {timeout} s; {self._holders()}")
-        self._add_wait(time.monotonic() - start, 0.0)
-        return lease
-
-    def _holders(self) -> str:
-        return f"{len(self._table.live)} leased, {len(self._table.fenced)} fenced"
+        fenced_s = 0.0
+        try:
+            while True:
+                self._require_usable()
+                left = math.inf if timeout is None else timeout - (time.monotonic() - start)
+                leased, fenced, _ = self._table.counts()
+                if left <= 0:
+                    held = f"{len(leased)} leased, {fenced} fenced"
+                    raise PoolTimeout(f"no slot of {self.slots} came free in {timeout} s; {held}")
+                began = time.monotonic()
+                self._table.wait(min(left, _FENCE_POLL_S if fenced else _CLOSED_POLL_S))
+                fenced_s += time.monotonic() - began if fenced else 0.0
+                lease = self._table.try_take()
+                if lease is not None:
+                    return lease
+        finally:
+            self._add_wait(time.monotonic() - start, fenced_s)
 
     def _add_wait(self, wait: float, fence: float) -> None:
         with self._lock:

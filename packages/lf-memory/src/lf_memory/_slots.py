@@ -1,14 +1,16 @@
 """Slots and leases: the life of one buffer between `acquire` and its return to the free list.
 
-A slot may come back from `__del__`, which the garbage collector can run in any thread in the middle of
-anything, even of this module's own code. So nothing here takes a lock on the way back: the free list is a
-list (append and pop are atomic) counted by a SimpleQueue, whose `put` is re-entrant.
+A slot may come back when the garbage collector finds its memory unused, in any thread and in the middle of
+anything. No Python code may run there: it could wait for a lock that the same thread holds, and a Ctrl-C in
+it would be swallowed. So the callback of the weak reference is `SimpleQueue.put` itself, which is C and
+re-entrant; whoever needs a slot next takes the returned ones from that queue.
 """
 
 import ctypes
-import itertools
 import math
 import queue
+import threading
+import weakref
 from typing import Any, NoReturn, Protocol, Self, runtime_checkable
 
 import numpy as np
@@ -30,38 +32,29 @@ class Fence(Protocol):
         """Block the calling thread until the work is done."""
 
 
-class _Slot:
-    """Mixed into a ctypes array: memory of one lease that goes back when nothing refers to it any more."""
-
-    __slots__ = ()
-
-    region: Region
-    table: "SlotTable"
-    index: int
-    serial: int
-    fences: list[Fence]
-
-    def __del__(self) -> None:
-        self.table.collect(self)
-
-
-def slot_type(slot_bytes: int, *, leased: bool = False) -> type[Any]:
+def slot_type(slot_bytes: int) -> type[Any]:
     """A ctypes array class whose instances keep their region mapped."""
-    array = ctypes.c_uint8 * slot_bytes
-    if leased:
-        slots = ("region", "table", "index", "serial", "fences")
-        return type("LeasedSlot", (_Slot, array), {"__slots__": slots})
-    return type("SlotBuffer", (array,), {"__slots__": ("region",)})
+    return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
+
+
+class _Watch(weakref.ref[Any]):
+    """Stands for one lease; put into the queue of returned slots by `release` or by the garbage collector."""
+
+    __slots__ = ("fences", "index", "released")
+
+    index: int
+    released: bool
+    fences: list[Fence]
 
 
 class SlotTable:
     """Free list, leased slots and fenced slots of one region.
 
+    A Ctrl-C can strike between any two lines. So a slot is busy or free by one entry, `_busy[index]`; what an
+    interrupted change leaves in neither list is found again by `_recover`.
+
     Attributes:
-        free: indices of free slots, the last freed at the end.
-        live: slots leased now, by the lease's serial number; whoever pops an entry has ended that lease.
-        fenced: indices of returned slots with the fences they wait for.
-        peak, collected: see PoolStats; a race between two threads may lose a count, never a slot.
+        acquires, peak, collected: see PoolStats.
     """
 
     def __init__(
@@ -69,98 +62,148 @@ class SlotTable:
     ) -> None:
         self._region = region
         self._type = slot_type(slot_bytes)
-        self._leased_type = slot_type(slot_bytes, leased=True)
         self._stride = stride
-        self._serials = itertools.count()
-        self._tokens: queue.SimpleQueue[None] = queue.SimpleQueue()
+        self._lock = threading.Lock()  # never taken by anything the garbage collector may call
+        self._returned: queue.SimpleQueue[_Watch | None] = queue.SimpleQueue()
+        self._free = list(range(slots - 1, -1, -1))
+        self._busy: dict[int, _Watch] = {}  # leased or fenced
+        self._fenced: dict[int, _Watch] = {}  # those of them that came back and wait for a fence
+        self._waiting = 0
         self.slots = slots
         self.tracer = tracer
         self.acquires = self.peak = self.collected = 0
-        self.free: list[int] = []
-        self.live: dict[int, int] = {}
-        self.fenced: dict[int, list[Fence]] = {}
-        for index in reversed(range(slots)):
-            self._free(index)
+        if tracer is not None:
+            for index in range(slots):
+                poison(self.view(index))
 
-    def take(self, timeout: float | None) -> "Lease | None":
-        """The most recently freed slot as a lease; None if none is free within `timeout` seconds."""
+    def try_take(self) -> "Lease | None":
+        """The most recently freed slot as a lease, or None if none is free now."""
+        with self._lock:
+            self._settle()
+            if self._fenced:
+                self._sweep()
+            if not self._free:
+                self._recover()
+            if not self._free:
+                return None
+            index = self._free.pop()
+            if self.tracer is not None:
+                self._check_poison(index, self.tracer)
+            self.acquires += 1
+            self.peak = max(self.peak, self.slots - len(self._free))
+            if self._waiting and self._free:
+                self._returned.put(None)  # we may have taken the notice that another thread waits for
+            return self._lease(index)
+
+    def wait(self, timeout: float) -> None:
+        """Block until a slot may have come back, for `timeout` seconds at most."""
+        self._waiting += 1
         try:
-            self._tokens.get(timeout != 0, timeout)
+            returned = self._returned.get(timeout=timeout)
         except queue.Empty:
-            return None
-        index = self.free.pop()
-        if self.tracer is not None:
-            self._check_poison(index, self.tracer)
-            self.tracer.note("acquire", index)
-        self.acquires += 1
-        used = self.slots - len(self.free)
-        if used > self.peak:
-            self.peak = used
-        return self._lease(index)
+            return
+        finally:
+            self._waiting -= 1
+        self._returned.put(returned)  # what comes back is sorted under the lock only
 
-    def _lease(self, index: int) -> "Lease":
-        address = self.address(index)
-        slot = self._leased_type.from_address(address)
-        slot.region, slot.table, slot.index, slot.fences = self._region, self, index, []
-        slot.serial = serial = next(self._serials)
-        self.live[serial] = index
-        return Lease(slot, address)
-
-    def collect(self, slot: _Slot) -> None:
-        """A slot's memory became garbage; nothing to do if it was released before."""
-        if self.live.pop(slot.serial, None) is not None:
-            self.collected += 1
-            self._return(slot, "collect")
-
-    def release(self, slot: _Slot) -> bool:
+    def release(self, watch: _Watch) -> bool:
         """End a lease; False if that was done before."""
-        if self.live.pop(slot.serial, None) is None:
+        if watch.released:
             return False
-        self._return(slot, "release")
+        watch.released = True
+        if self.tracer is not None:
+            self.tracer.note("release", watch.index)
+            if not watch.fences:
+                poison(self.view(watch.index))
+        self._returned.put(watch)
         return True
 
-    def _return(self, slot: _Slot, action: str) -> None:
-        if self.tracer is not None:
-            self.tracer.note(action, slot.index)
-        if slot.fences:
-            self.fenced[slot.index] = slot.fences
-        else:
-            self._free(slot.index)
-
-    def sweep(self) -> int:
-        """Free every fenced slot whose fences have passed; returns how many are still fenced."""
-        for index, fences in list(self.fenced.items()):
-            # pop() decides between two threads that sweep at the same time
-            if all(fence.query() for fence in fences) and self.fenced.pop(index, None) is not None:
-                self._free(index)
-        return len(self.fenced)
+    def counts(self) -> tuple[list[int], int, int]:
+        """Indices of leased slots, number of fenced ones, number of free ones."""
+        with self._lock:
+            self._settle()
+            return sorted(set(self._busy) - set(self._fenced)), len(self._fenced), len(self._free)
 
     def wait_fences(self) -> None:
         """Block until no slot is fenced."""
-        for fences in list(self.fenced.values()):
-            for fence in fences:
-                fence.wait()
-        self.sweep()
+        with self._lock:
+            self._settle()
+            pending = [fence for watch in self._fenced.values() for fence in watch.fences]
+        for fence in pending:
+            fence.wait()
+        with self._lock:
+            self._sweep()
 
     def address(self, index: int) -> int:
         """Address of a slot's first byte."""
         return self._region.address + index * self._stride
 
-    def _free(self, index: int) -> None:
-        if self.tracer is not None:
-            poison(self._view(index))
-        self.free.append(index)
-        self._tokens.put(None)
+    def view(self, index: int) -> npt.NDArray[np.uint8]:
+        """A slot's memory, leased or not."""
+        return np.frombuffer(self._buffer(self.address(index)), np.uint8)
 
-    def _view(self, index: int) -> npt.NDArray[np.uint8]:
-        buffer = self._type.from_address(self.address(index))
+    def _settle(self) -> None:
+        """Sort what came back into free and fenced slots; the lock is held."""
+        while not self._returned.empty():
+            watch = self._returned.get_nowait()
+            # Released slots come twice, the second time when their memory is garbage.
+            if watch is not None and self._busy.get(getattr(watch, "index", -1)) is watch:
+                self._take_back(watch)
+
+    def _take_back(self, watch: _Watch) -> None:
+        if watch.fences:
+            self._fenced[watch.index] = watch
+        else:
+            self._add_free(watch)
+        if not watch.released:
+            self.collected += 1
+            if self.tracer is not None:
+                self.tracer.note("collect", watch.index)
+
+    def _sweep(self) -> None:
+        """Free the slots whose fences have passed."""
+        for index, watch in list(self._fenced.items()):
+            if self._busy.get(index) is watch:
+                if not all(fence.query() for fence in watch.fences):
+                    continue
+                self._add_free(watch)
+            del self._fenced[index]
+
+    def _add_free(self, watch: _Watch) -> None:
+        # A slot poisoned at its release is not poisoned again: the next acquire looks for writes since then.
+        if self.tracer is not None and (watch.fences or not watch.released):
+            poison(self.view(watch.index))
+        del self._busy[watch.index]
+        self._free.append(watch.index)
+
+    def _recover(self) -> None:
+        for index, watch in list(self._busy.items()):
+            if index not in self._fenced and (watch.released or watch() is None):
+                self._take_back(watch)
+        if len(self._busy) + len(self._free) < self.slots:
+            self._free.extend(set(range(self.slots)) - set(self._busy) - set(self._free))
+
+    def _lease(self, index: int) -> "Lease":
+        address = self.address(index)
+        buffer = self._buffer(address)
+        watch = _Watch(buffer, self._returned.put)
+        watch.released, watch.fences = False, []
+        watch.index = index
+        self._busy[index] = watch
+        if self.tracer is not None:
+            self.tracer.note("acquire", index)
+        return Lease(self, watch, buffer, address)
+
+    def _buffer(self, address: int) -> Any:
+        buffer = self._type.from_address(address)
         buffer.region = self._region
-        return np.frombuffer(buffer, np.uint8)
+        return buffer
 
     def _check_poison(self, index: int, tracer: Tracer) -> None:
-        offset = first_write(self._view(index))
+        offset = first_write(self.view(index))
         if offset is not None:
-            self._free(index)
+            poison(self.view(index))
+            self._free.append(index)
             site = tracer.last_site("release", index)
             raise PoolError(f"slot {index} was written at byte {offset} after its release at {site}")
 
@@ -175,11 +218,12 @@ class Lease:
         index: number of the slot.
     """
 
-    __slots__ = ("_address", "_array", "_slot", "_table", "index")
+    __slots__ = ("_address", "_array", "_slot", "_table", "_watch", "index")
 
-    def __init__(self, slot: Any, address: int) -> None:
-        self.index: int = slot.index
-        self._table: SlotTable = slot.table
+    def __init__(self, table: SlotTable, watch: _Watch, slot: Any, address: int) -> None:
+        self.index = watch.index
+        self._table = table
+        self._watch = watch
         self._slot = slot
         self._address = address
         self._array: npt.NDArray[np.uint8] | None = None
@@ -224,12 +268,12 @@ class Lease:
         """Keep the slot out of the free list after `release` until `fence.query()` is true."""
         if not isinstance(fence, Fence):
             raise PoolError(f"a fence needs query() and wait(); {type(fence).__name__} has not both")
-        self._live_slot().fences.append(fence)
+        self._live_slot()
+        self._watch.fences.append(fence)
 
     def release(self) -> None:
         """Give the slot back; PoolError if that was done before."""
-        slot = self._slot
-        if slot is None or not self._table.release(slot):
+        if not self._table.release(self._watch):
             self._fail("released twice")
         self._array = self._slot = None
 
