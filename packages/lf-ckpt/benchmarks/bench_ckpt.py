@@ -81,9 +81,9 @@ class Memcpy(Saver):
 
 
 class Pwrite(Saver):
-    """The floor of durable: the tensors' memory written by one thread, without a copy, hash or metadata."""
+    """The tensors' memory written by one thread through the page cache, without a copy, hash or metadata."""
 
-    name = "buffered pwrite + fsync, 1 thread (floor of durable)"
+    name = "buffered pwrite + fsync, 1 thread, nothing checked"
 
     def save(self, step: int) -> Finish | None:
         with open(self.path / "data", "wb", buffering=0) as file:
