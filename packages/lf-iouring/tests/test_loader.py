@@ -4,6 +4,7 @@ import gc
 import json
 import os
 import pickle
+import signal
 import subprocess
 import sys
 import threading
@@ -334,3 +335,39 @@ with lf_iouring.LoongDataLoader(dataset, global_batch=24, return_type="numpy") a
 assert "torch" not in sys.modules
 """
     subprocess.run([sys.executable, "-c", code], timeout=60, check=True)
+
+
+def test_ctrl_c_at_any_moment_keeps_the_position(loader_of, ids_of):
+    """Interrupts strike between any two lines; one that strikes after delivery costs that batch at most.
+
+    Not for the Python engine: futures of the standard library do not survive this.
+    """
+    reference = ids_of(take(loader_of(), 400))
+    loader = loader_of(prefetch_factor=2)
+    armed = [False]
+
+    def tick(*_):
+        if armed[0]:
+            armed[0] = False
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGVTALRM, tick)
+    signal.setitimer(signal.ITIMER_VIRTUAL, 0.0005, 0.0005)
+    try:
+        for _ in range(60):
+            try:
+                armed[0] = True
+                while loader.step < 390:
+                    batch = next(loader)
+                    assert tuple(batch.ids.tolist()) == reference[batch.step]
+            except KeyboardInterrupt:
+                pass
+            finally:
+                armed[0] = False
+            if loader.step >= 380:
+                loader.set_step(0)
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
+    step = loader.step
+    assert ids_of(take(loader, 5)) == reference[step : step + 5]
