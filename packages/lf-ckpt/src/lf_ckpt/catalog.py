@@ -10,6 +10,7 @@ store/steps/<step>.<n>/          the same step saved again
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -38,10 +39,7 @@ class Catalog:
 
     def create(self) -> None:
         """Make the directory and FORMAT where they are missing."""
-        for folder in (self.path, self.steps):
-            if not self.files.exists(folder):
-                self.files.mkdir(folder)
-                self.files.sync_dir(os.path.dirname(folder))
+        make_folder(self.files, self.steps)
         if not self.files.exists(os.path.join(self.path, "FORMAT")):
             document = {"format": _FORMAT, "store": uuid.uuid4().hex, "version": [1, 0]}
             publish(self.files, self.path, "FORMAT", canonical(document) + b"\n")
@@ -105,6 +103,8 @@ class Catalog:
 
     def retain(self, rules: Sequence[Rule], protect: Collection[str], damaged: Collection[str]) -> list[str]:
         """Remove what no rule keeps. Damaged steps and those of another store are neither counted nor removed."""
+        if not rules:
+            return []
         entries = [
             Kept(m.folder, *(parse_folder(m.folder) or (m.step, 0)), m.parent.folder if m.parent else None)
             for m in self.committed()
@@ -169,6 +169,17 @@ class Catalog:
             if error.errno in (errno.ENOENT, errno.ENOTDIR):
                 return []
             raise
+
+
+def make_folder(files: FileLayer, path: str) -> None:
+    """Create a folder and its missing parents, each made durable in the one above."""
+    if files.exists(path):
+        return
+    parent = os.path.dirname(path)
+    make_folder(files, parent)
+    with contextlib.suppress(FileExistsError):  # another process opens the same new store
+        files.mkdir(path)
+    files.sync_dir(parent)
 
 
 def _is_ours(name: str) -> bool:

@@ -12,6 +12,7 @@ from dataclasses import replace
 import torch
 
 from .catalog import Catalog
+from .errors import CkptError
 from .format import ALIGN
 from .handle import SaveHandle
 from .options import Options
@@ -166,11 +167,14 @@ class Saver:
             stage(job.plan, job.slab, chunk_bytes_for(job.slab.size), job.incoming.put)
         except StagingAbortedError:
             return
-        except BaseException as error:
+        except Exception as error:
             job.incoming.put(error)
-            if not isinstance(error, Exception):
-                raise
             return
+        except BaseException as error:  # Ctrl-C: the caller gets it here, the writer an error of its own
+            job.incoming.put(
+                CkptError(f"step {job.handle.step} was interrupted while being copied: {error!r}")
+            )
+            raise
         job.handle._mark("staged")
         job.incoming.put(None)
 

@@ -77,7 +77,10 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
         job.slab.abort()
         needed = align(job.plan.raw_bytes) - sum(e.stored_bytes for e in writer.extents)
         _remove_quietly(catalog, job.folder)
-        raise translate(error, catalog, needed) from error
+        named = translate(error, catalog, needed)
+        if named is error:
+            raise
+        raise named from error
     job.handle._mark("durable")
     return Committed(
         _report(job, writer, file, manifest), _next_base(job, writer, replace(manifest, root=root))

@@ -12,7 +12,7 @@ from typing import Literal
 
 import torch
 
-from .catalog import Catalog
+from .catalog import Catalog, make_folder
 from .errors import CkptError, CorruptError, NoCheckpointError
 from .files import FileLayer
 from .handle import SaveHandle
@@ -156,9 +156,7 @@ class Store:
     def _open_for_writing(self) -> None:
         files = self._catalog.files
         try:
-            os.makedirs(os.path.dirname(self.path), exist_ok=True)
-            if not files.exists(self.path):
-                files.mkdir(self.path)
+            make_folder(files, self.path)
             self._lock = StoreLock(files, os.path.join(self.path, "LOCK"))
             self._catalog.create()
             self._catalog.identify()
