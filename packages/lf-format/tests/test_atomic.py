@@ -174,7 +174,7 @@ def test_kill_9_inside_preprocess_leaves_nothing_under_a_final_name(tmp_path: Pa
     command += ["--max-len", "64", "--eval-fraction", "0.2", "--num-workers", str(workers)]
     dice, killed = random.Random(workers), 0
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
-    for attempt in range(5):
+    for attempt in range(4):
         out = tmp_path / f"out{attempt}"
         process = subprocess.Popen([*command, "--output", str(out)], **quiet)
         while not (out.exists() and any(out.iterdir())) and process.poll() is None:

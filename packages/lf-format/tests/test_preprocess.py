@@ -96,16 +96,24 @@ def test_text_jsonl_and_directories_are_read_in_order(tmp_path: Path) -> None:
         ("a.txt", b"", ["no document"]),
     ],
 )
-@pytest.mark.parametrize("workers", [1, 2])
 def test_a_bad_document_is_named_and_nothing_is_written(
-    tmp_path: Path, name: str, content: bytes, names: list[str], workers: int
+    tmp_path: Path, name: str, content: bytes, names: list[str]
 ) -> None:
     (tmp_path / name).write_bytes(content)
     out = tmp_path / "out"
     with pytest.raises(lff.InputError) as caught:
-        lff.preprocess(tmp_path / name, out, num_workers=workers)
+        lff.preprocess(tmp_path / name, out)
     assert all(part in str(caught.value) for part in names), str(caught.value)
     assert list(out.iterdir()) == []
+
+
+@pytest.mark.parametrize("place", ["worker", "reader"])
+def test_a_bad_document_among_workers_is_named_and_no_process_is_left(tmp_path: Path, place: str) -> None:
+    bad = {"worker": '{"text": "\\ud800"}', "reader": "{oops"}[place]
+    (tmp_path / "a.jsonl").write_text('{"text": "ok"}\n' * 300 + bad)
+    with pytest.raises(lff.InputError, match=r"a\.jsonl:301"):
+        lff.preprocess(tmp_path / "a.jsonl", tmp_path / "out", num_workers=2)
+    assert list((tmp_path / "out").iterdir()) == []
     assert multiprocessing.active_children() == []
 
 
@@ -163,11 +171,11 @@ def test_of_a_single_document_the_tail_is_held_out_and_reported(tmp_path: Path) 
 def test_same_input_gives_the_same_bytes_with_any_number_of_workers(tmp_path: Path) -> None:
     documents = [(str(i), f"text {i} " * (i % 50)) for i in range(400)]
     files = []
-    for workers in (1, 2, 3):
+    for workers in (1, 3):
         out = tmp_path / str(workers)
         lff.preprocess_documents(documents, out, max_len=64, eval_fraction=0.1, num_workers=workers)
         files.append([(out / f"{split}.loongbin").read_bytes() for split in ("train", "eval")])
-    assert files[0] == files[1] == files[2]
+    assert files[0] == files[1]
 
 
 def test_a_new_run_replaces_both_outputs(tmp_path: Path) -> None:

@@ -11,6 +11,8 @@ from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_
 from lf_format._verify import VerifyReport, verify
 from lf_format._writer import Writer, WriteReport
 
+__version__ = "0.1.0"
+
 __all__ = [
     "DOCUMENT_END",
     "DOCUMENT_START",
