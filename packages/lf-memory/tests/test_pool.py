@@ -216,6 +216,17 @@ def test_arrays_stay_valid_after_a_forced_close():
     array[:] = 8
 
 
+def test_close_gives_the_memory_up_even_if_the_pool_object_stays():
+    before = open_fds()
+    pool = make()
+    pool.acquire()
+    assert open_fds() == before + 1
+    pool.close(force=True)
+    gc.collect()
+    assert open_fds() == before
+    assert pool.stats().bytes == 4 * 12_288
+
+
 def test_leaving_the_pool_by_an_exception_closes_it():
     pool = make()
     lease = pool.acquire()

@@ -43,18 +43,19 @@ class HostPool:
             raise PoolError(f"a pool of {stride * slots} bytes is not possible", needed=stride * slots)
         backing = _ladder.build(stride * slots, hugepages)
         tracer = _trace.Tracer() if _trace.enabled() else None
-        self._backing = backing
+        self._region: Region | None = backing.region
+        self._size = backing.region.size
+        self._pages, self._reason = backing.pages, backing.reason
         self._table = SlotTable(backing.region, slots, slot_bytes, stride, tracer)
         self._slot_bytes = slot_bytes
         self._pid = os.getpid()
         self._lock = threading.Lock()
         self._wait_s = self._fence_wait_s = 0.0
-        self._closed = False
 
     @property
     def pages(self) -> str:
         """ "hugetlb", "thp" or "normal"; `stats().reason` says why."""
-        return self._backing.pages
+        return self._pages
 
     @property
     def slots(self) -> int:
@@ -69,14 +70,12 @@ class HostPool:
     @property
     def fd(self) -> int:
         """The memfd, owned by the pool; pass it to another process for `attach`, or dup it to keep it."""
-        self._require_open()
-        return self._backing.region.fd
+        return self._open_region().fd
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:
         """The whole memory, uint8[size], for registration with a device or a ring; it holds the mapping."""
-        self._require_open()
-        return _whole(self._backing.region)
+        return _whole(self._open_region())
 
     def acquire(self, timeout: float | None = None) -> Lease:
         """Lease a slot, waiting up to `timeout` seconds (None: for ever, 0: not at all).
@@ -88,17 +87,17 @@ class HostPool:
 
     def try_acquire(self) -> Lease | None:
         """Lease a slot that is free now, or None; PoolError as for `acquire`."""
-        if self._closed or os.getpid() != self._pid:
+        if self._region is None or os.getpid() != self._pid:
             self._require_usable()
         return self._table.try_take()
 
     def stats(self) -> PoolStats:
         """A snapshot; see PoolStats for the fields."""
-        table, size = self._table, self._backing.region.size
+        table = self._table
         leased, fenced, free = table.counts()
         return PoolStats(
             pages=self.pages,
-            reason=self._backing.reason,
+            reason=self._reason,
             slots=self.slots,
             slot_bytes=self._slot_bytes,
             live=len(leased),
@@ -109,8 +108,8 @@ class HostPool:
             collected=table.collected,
             wait_s=self._wait_s,
             fence_wait_s=self._fence_wait_s,
-            bytes=size,
-            waste_bytes=size - self.slots * self._slot_bytes,
+            bytes=self._size,
+            waste_bytes=self._size - self.slots * self._slot_bytes,
         )
 
     def trace(self) -> tuple[_trace.TraceEvent, ...]:
@@ -122,15 +121,15 @@ class HostPool:
         """Wait for fences and give up the memory; PoolError while leases are live, unless `force`.
 
         Forced or not, memory that an array still shows stays mapped until that array is gone.
-        Closing twice is allowed.
+        Closing twice is allowed; a forked child's close does nothing, the pool is its parent's.
         """
-        if self._closed:
+        if self._region is None or os.getpid() != self._pid:
             return
         leased, _, _ = self._table.counts()
         if leased and not force:
             raise PoolError(f"slots {leased} are leased: release them or close(force=True)")
-        self._table.wait_fences()
-        self._closed = True
+        self._table.close()
+        self._region = None
 
     @staticmethod
     def attach(fd: int, slot_bytes: int) -> "AttachedPool":
@@ -168,12 +167,13 @@ class HostPool:
             self._wait_s += wait
             self._fence_wait_s += fence
 
-    def _require_open(self) -> None:
-        if self._closed:
+    def _open_region(self) -> Region:
+        if self._region is None:
             raise PoolError("the pool is closed")
+        return self._region
 
     def _require_usable(self) -> None:
-        self._require_open()
+        self._open_region()
         if os.getpid() != self._pid:
             raise PoolError(
                 f"this pool belongs to process {self._pid}: after fork make a new HostPool, "

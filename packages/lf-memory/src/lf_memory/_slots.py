@@ -60,7 +60,8 @@ class SlotTable:
     def __init__(
         self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
     ) -> None:
-        self._region = region
+        self._region: Region | None = region
+        self._address = region.address
         self._type = slot_type(slot_bytes)
         self._stride = stride
         self._lock = threading.Lock()  # never taken by anything the garbage collector may call
@@ -97,13 +98,15 @@ class SlotTable:
 
     def wait(self, timeout: float) -> None:
         """Block until a slot may have come back, for `timeout` seconds at most."""
-        self._waiting += 1
+        with self._lock:
+            self._waiting += 1
         try:
             returned = self._returned.get(timeout=timeout)
         except queue.Empty:
             return
         finally:
-            self._waiting -= 1
+            with self._lock:
+                self._waiting -= 1
         self._returned.put(returned)  # what comes back is sorted under the lock only
 
     def release(self, watch: _Watch) -> bool:
@@ -124,8 +127,8 @@ class SlotTable:
             self._settle()
             return sorted(set(self._busy) - set(self._fenced)), len(self._fenced), len(self._free)
 
-    def wait_fences(self) -> None:
-        """Block until no slot is fenced."""
+    def close(self) -> None:
+        """Block until no slot is fenced, then let go of the memory; leases keep theirs."""
         with self._lock:
             self._settle()
             pending = [fence for watch in self._fenced.values() for fence in watch.fences]
@@ -133,10 +136,11 @@ class SlotTable:
             fence.wait()
         with self._lock:
             self._sweep()
+            self._region = None
 
     def address(self, index: int) -> int:
         """Address of a slot's first byte."""
-        return self._region.address + index * self._stride
+        return self._address + index * self._stride
 
     def view(self, index: int) -> npt.NDArray[np.uint8]:
         """A slot's memory, leased or not."""
@@ -171,7 +175,8 @@ class SlotTable:
 
     def _add_free(self, watch: _Watch) -> None:
         # A slot poisoned at its release is not poisoned again: the next acquire looks for writes since then.
-        if self.tracer is not None and (watch.fences or not watch.released):
+        stale = watch.fences or not watch.released
+        if self.tracer is not None and stale and self._region is not None:
             poison(self.view(watch.index))
         del self._busy[watch.index]
         self._free.append(watch.index)
