@@ -20,6 +20,7 @@ PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
+BUILD = ["build", "hatchling>=1.27", "cffi>=1.17", "setuptools>=70"]
 GPU_WHEELS = [
     "cffi",
     "pycparser",
@@ -68,7 +69,7 @@ def _environment(session: nox.Session, name: str, packages: list[str], tools: li
 
 
 def _torch_python(session: nox.Session) -> str:
-    return _environment(session, "torch", PACKAGES, ["torch==2.13.0", *DEV, *LINT])
+    return _environment(session, "torch", PACKAGES, ["torch==2.13.0", *DEV, *LINT, *BUILD])
 
 
 def _base_python(session: nox.Session) -> str:
