@@ -47,23 +47,23 @@ def side_streams(plan: Plan) -> SideStreams:
 
 def stage(plan: Plan, slab: Slab, chunk_bytes: int, deliver: Callable[[Staged], None]) -> None:
     """Copy every stream into the slab in order and hand each chunk on; returns when the last copy has finished."""
-    event = None
+    last: dict[torch.device, torch.cuda.Event] = {}  # a later event of a device covers its earlier ones
     for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
         piece = slab.take(chunk.length)
-        event = _copy_in(plan.streams[chunk.stream], chunk, slab, piece)
+        stream = plan.streams[chunk.stream]
+        event = _copy_in(stream, chunk, slab, piece)
         deliver(Staged(chunk, piece, event))
-    if event is not None:
+        if event is not None and isinstance(stream.source, torch.Tensor):
+            last[stream.source.device] = event
+    for event in last.values():
         event.synchronize()
 
 
 def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cuda.Event | None:
     memory = slab.tensor[piece.offset : piece.offset + piece.length]
     if isinstance(stream.source, bytes):
-        memory.copy_(
-            torch.frombuffer(
-                bytearray(stream.source[chunk.start : chunk.start + chunk.length]), dtype=torch.uint8
-            )
-        )
+        part = bytearray(stream.source[chunk.start : chunk.start + chunk.length])
+        memory.copy_(torch.frombuffer(part, dtype=torch.uint8))
         return None
     element = stream.source.element_size()
     copy_range(memory.view(dtype_of(stream.dtype)), stream.source, chunk.start // element)
