@@ -21,7 +21,7 @@ import numpy as np
 
 from lf_memory import HostPool
 
-SIZES = {"32 KiB": 32 << 10, "4 MiB": 4 << 20}
+SIZES = {"32 KiB": 32 << 10, "4 MiB": 4 << 20, "64 MiB": 64 << 20}
 
 
 def lease_cases() -> dict[str, Callable[[], None]]:
@@ -61,9 +61,11 @@ def copy_cases(size: int) -> dict[str, Callable[[], None]]:
         import torch
 
         tensor = torch.from_numpy(source)
-        cases["into a fresh torch.empty"] = lambda: (
-            torch.empty(size, dtype=torch.uint8).copy_(tensor) and None
-        )
+
+        def fresh_torch() -> None:
+            torch.empty(size, dtype=torch.uint8).copy_(tensor)
+
+        cases["into a fresh torch.empty"] = fresh_torch
     return cases
 
 
@@ -107,7 +109,7 @@ def main() -> None:
     copies = {
         f"{name} {case}": row | {"bytes": size}
         for name, size in SIZES.items()
-        for case, row in measure(copy_cases(size), max(20, (64 << 20) // size), args.repeat).items()
+        for case, row in measure(copy_cases(size), max(4, (64 << 20) // size), args.repeat).items()
     }
     info = machine()
     print(
