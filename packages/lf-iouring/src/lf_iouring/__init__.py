@@ -28,3 +28,4 @@ __all__ = [
     "collate",
     "plan_of",
 ]
+__version__ = "0.1.0"

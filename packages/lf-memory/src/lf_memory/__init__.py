@@ -16,3 +16,4 @@ __all__ = [
     "PoolTimeout",
     "TraceEvent",
 ]
+__version__ = "0.1.0"
