@@ -18,7 +18,7 @@ import nox
 ROOT = Path(__file__).parent
 PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
-DEV = ["pytest>=8", "pytest-timeout", "hypothesis", "psutil"]
+DEV = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
 BUILD = ["build", "hatchling>=1.27", "cffi>=1.17", "setuptools>=70"]
 GPU_WHEELS = [
@@ -92,7 +92,11 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """The tests of one package."""
     python = _python_for(session, package)
-    session.run(python, "-m", "pytest", f"packages/{package}/tests", *session.posargs, external=True)
+    # lf-meta's tests mostly wait for processes they start, each on one thread
+    parallel = ["-n", "2"] if package == "lf-meta" else []
+    session.run(
+        python, "-m", "pytest", f"packages/{package}/tests", *parallel, *session.posargs, external=True
+    )
     if package == "lf-iouring":  # the loader also delivers tensors, when torch is there
         session.run(
             _torch_python(session),

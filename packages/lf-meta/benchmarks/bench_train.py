@@ -146,6 +146,15 @@ def summary(name: str, intervals: list[float], base: float | None, more: dict[st
     return {"row": name, "step_ms": median, "spread": spread, "ratio": median / (base or median), **more}
 
 
+def driver() -> str | None:
+    """Version of the NVIDIA driver, or None without one."""
+    try:
+        line = Path("/proc/driver/nvidia/version").read_text().splitlines()[0]
+    except OSError:
+        return None
+    return next((word for word in line.split() if word[0].isdigit() and "." in word), line)
+
+
 def machine(args: argparse.Namespace) -> dict[str, Any]:
     """Where this ran."""
     gpu = torch.cuda.get_device_name(0) if args.device.type == "cuda" else None
@@ -154,6 +163,8 @@ def machine(args: argparse.Namespace) -> dict[str, Any]:
         "cpu": platform.processor() or platform.machine(),
         "cores": os.cpu_count(),
         "gpu": gpu,
+        "driver": driver(),
+        "load": os.getloadavg()[0],
         "torch": torch.__version__,
         "python": platform.python_version(),
         "lf_meta": lf_meta.__version__,
@@ -177,7 +188,10 @@ def main() -> None:
                 torch.cuda.empty_cache()
             result = trainer(configured(folder, label.replace(" ", "-"), args, *more))
             rows.append(summary(label, result.pop("intervals_ms"), base, result))
-    shape = f"{args.size}, batch {args.batch} x {args.length}, {args.device.type}"
+    facts = machine(args)
+    shape = f"{args.size}, batch {args.batch} x {args.length}; " + ", ".join(
+        f"{k} {v}" for k, v in facts.items() if v
+    )
     print(
         f"\n{shape}\n\n| row | step ms | spread | / bare | one save costs ms | data wait % |"
         "\n|---|---|---|---|---|---|"
@@ -189,7 +203,7 @@ def main() -> None:
     if args.json:
         settings = {k: str(v) for k, v in vars(args).items() if k != "json"}
         Path(args.json).write_text(
-            json.dumps({"machine": machine(args), "settings": settings, "rows": rows}, indent=2)
+            json.dumps({"machine": facts, "settings": settings, "rows": rows}, indent=2)
         )
 
 
