@@ -203,6 +203,26 @@ def test_resume_refuses_another_order_of_samples(cli: Any) -> None:
     assert "seed" in output
 
 
+def test_a_resume_is_journalled_with_what_it_changed(cli: Any) -> None:
+    cli.train("diary", "run.steps=4")
+    cli.run("resume", "runs/diary", "run.steps=6", "optim.clip=0.5")
+    event = next(r for r in cli.rows("diary") if r.get("event") == "resume")
+    assert event["step"] == 4
+    assert event["ranks"] == 1
+    assert event["changed"] == {"run.steps": [4, 6], "optim.clip": [1.0, 0.5]}
+
+
+def test_a_run_that_is_being_trained_cannot_be_resumed(cli: Any, until: Any, small: list[str]) -> None:
+    process = cli.start("train", "run.name=busy", *small, "run.steps=100000")
+    until(lambda: cli.rows("busy"), process)
+    assert "another process" in cli.run("resume", "runs/busy", code=2)
+    output = cli.run("resume", "runs/busy", "--nproc", "2", code=2)
+    assert "another process" in output
+    assert "Traceback" not in output
+    process.kill()
+    process.wait()
+
+
 def test_resume_of_a_finished_run_trains_nothing_more(cli: Any) -> None:
     cli.train("done", "run.steps=4")
     before = cli.digest("done")

@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from lf_meta.signals import StopSignal, exit_code
+from lf_meta.signals import HANDLED, StopSignal, exit_code
 
 PROGRAM = """
 import signal, sys, time
@@ -27,7 +27,7 @@ def _start(body: str) -> "subprocess.Popen[str]":
     return process
 
 
-@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
 def test_first_signal_is_recorded_and_the_program_goes_on(signum: int) -> None:
     process = _start("\n    while not stop.signum: time.sleep(0.01)\n    print(stop.signum)")
     process.send_signal(signum)
@@ -47,8 +47,23 @@ def test_second_signal_ends_at_once_even_inside_a_c_call() -> None:
 
 
 def test_handlers_are_put_back() -> None:
-    before = [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)]
+    before = [signal.getsignal(s) for s in HANDLED]
     with StopSignal():
         pass
-    assert [signal.getsignal(s) for s in (signal.SIGTERM, signal.SIGINT)] == before
+    assert [signal.getsignal(s) for s in HANDLED] == before
     assert (exit_code(signal.SIGTERM), exit_code(signal.SIGINT)) == (143, 130)
+
+
+def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
+    body = "\n    time.sleep(0.5)\n    print(stop.signum)"
+    process = subprocess.Popen(
+        ["nohup", sys.executable, "-c", PROGRAM.format(body=body)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "ready\n"
+    process.send_signal(signal.SIGHUP)
+    out, _ = process.communicate(timeout=20)
+    assert out == "0\n"

@@ -72,6 +72,7 @@ class LfCheckpointer:
                 keep=[lf_ckpt.Last(section.keep)],
                 on_error=section.on_error,
                 full_every=section.full_every,
+                compress=section.compress,
                 read_only=read_only,
             )
 

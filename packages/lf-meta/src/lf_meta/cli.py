@@ -1,7 +1,7 @@
 """``loongforge``: train, resume, eval, infer, digest, config.
 
-Exit codes: 0 done, 1 failed while running, 2 wrong usage, configuration or data, 128 + signal after a signal
-(143 for SIGTERM, 130 for SIGINT) with the interrupted step saved. A second signal ends the process at once.
+Exit codes: 0 done, 1 failed while running, 2 wrong usage, configuration or data, 128 + signal after a signal (143
+for SIGTERM, 130 for SIGINT, 129 for SIGHUP) with the interrupted step saved. A second signal ends the process at once.
 """
 
 from __future__ import annotations

@@ -117,6 +117,9 @@ class CkptSection(Section):
     every: NonNegativeInt = Field(20, description="steps between saves; 0: only at the end and on a signal")
     keep: PositiveInt = Field(3, description="newest checkpoints kept")
     full_every: NonNegativeInt = Field(8, description="lf: deltas before a new full save")
+    compress: Literal["auto", "raw", "zstd"] = Field(
+        "auto", description="lf: auto compresses what gets smaller"
+    )
     dir: str | None = Field(None, description="default: RUN/ckpt")
     on_error: Literal["raise", "warn"] = Field(
         "raise", description="stop, or log and go on, when a save fails"

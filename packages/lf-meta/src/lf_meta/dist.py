@@ -6,18 +6,22 @@ Works without any group when the process was not started by torchrun.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from lf_meta.config import DeviceSection, DistSection
-from lf_meta.errors import ConfigError
+from lf_meta.errors import ConfigError, MetaError
 from lf_meta.signals import StopSignal
+
+T = TypeVar("T")
 
 
 def choose_device(section: DeviceSection, local_rank: int) -> torch.device:
@@ -124,6 +128,19 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0, group=self._cpu_group)
         return box[0]
+
+    def on_main(self, work: Callable[[], T]) -> T:
+        """Do something on rank 0 only and give every rank its result, or raise its MetaError everywhere."""
+        outcome: object = (None, None)
+        if self.is_main:
+            try:
+                outcome = (work(), None)
+            except MetaError as e:
+                outcome = (None, e)
+        value, error = cast("tuple[T, MetaError | None]", self.broadcast_object(outcome))
+        if error is not None:
+            raise error
+        return value
 
     def no_sync(self, model: nn.Module, skip: bool) -> AbstractContextManager[None]:
         """Leave out the gradient all-reduce of a micro-batch that is not the step's last."""

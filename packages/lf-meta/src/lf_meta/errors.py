@@ -20,7 +20,10 @@ class ConfigError(MetaError):
 
     def __init__(self, key: str, problem: str) -> None:
         super().__init__(f"{key}: {problem}")
-        self.key = key
+        self.key, self.problem = key, problem
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[str, str]]:
+        return ConfigError, (self.key, self.problem)  # travels from rank 0 to the others
 
 
 class DataError(MetaError):

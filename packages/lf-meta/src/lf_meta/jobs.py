@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 
 import torch
@@ -10,7 +11,8 @@ import torch
 from lf_meta import data, rundir
 from lf_meta.checkpoint import Restored, digest, open_checkpointer
 from lf_meta.config import Config
-from lf_meta.dist import World
+from lf_meta.config_load import flatten
+from lf_meta.dist import World, choose_precision
 from lf_meta.errors import DataError, RunError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import describe
@@ -28,16 +30,7 @@ SAMPLE_PROMPT = "The "
 def start_run(config: Config, signal: StopSignal) -> int:
     """Create a run folder and train; returns the stop signal or 0."""
     with World.from_environment(config.device, config.dist) as world:
-        made: object = None
-        if world.is_main:
-            try:
-                made = rundir.create(config)
-            except RunError as e:
-                made = e
-        made = world.broadcast_object(made)
-        if isinstance(made, RunError):
-            raise made
-        assert isinstance(made, RunDir)
+        made = world.on_main(lambda: rundir.create(config))
         named = config.model_copy(update={"run": config.run.model_copy(update={"name": made.root.name})})
         if world.is_main:
             rundir.write_config(made, named)
@@ -52,20 +45,22 @@ def resume_run(config: Config, run: RunDir, signal: StopSignal) -> int:
 
 
 def _run(config: Config, run: RunDir, world: World, signal: StopSignal, resume: bool) -> int:
-    with open_session(config, run, world, signal) as session:
+    with ExitStack() as stack:
+        world.on_main(lambda: stack.enter_context(rundir.hold(run)))
+        session = stack.enter_context(open_session(config, run, world, signal))
         if world.is_main:
             _introduce(session)
         if resume:
             _restore(session)
         outcome = train(session)
-    if world.is_main:
-        _finish(session, outcome)
+        if world.is_main:
+            _finish(session, outcome)
     return outcome.signum
 
 
 def _introduce(s: Session) -> None:
     parameters = sum(p.numel() for p in s.model.parameters())
-    precision = "fp32" if s.autocast().__class__.__name__ == "nullcontext" else "bf16"
+    precision = choose_precision(s.config.device, s.world.device)
     print(
         f"{s.config.model.name} {s.config.model.size}: {parameters:,} parameters on {s.world.device} in {precision}, "
         f"{s.world.size} rank(s); loader: {describe(s.feed)}",
@@ -79,7 +74,16 @@ def _restore(s: Session) -> None:
         for note in notes:
             print(f"checkpoint: {note}", flush=True)
         print(f"resumed at step {s.step}", flush=True)
+        _journal(s)
         rundir.write_config(s.run, s.config)
+
+
+def _journal(s: Session) -> None:
+    """Keep in the metrics which settings a resume changed, and on how many ranks it goes on."""
+    before, after = (flatten(c.to_dict()) for c in (rundir.read_config(s.run), s.config))
+    changed = {k: [before.get(k), v] for k, v in after.items() if before.get(k) != v}
+    event = {"event": "resume", "step": s.step, "ranks": s.world.size, "changed": changed}
+    MetricsFile(s.run.metrics).append([event])
 
 
 def _finish(s: Session, outcome: Outcome) -> None:

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from lf_meta.signals import HANDLED, exit_code
+from lf_meta.signals import exit_code, not_ignored
 
 EXIT_FILE = "LOONGFORGE_EXIT_FILE"
 
@@ -72,7 +72,7 @@ class _Forwarder:
 
     def __init__(self) -> None:
         self.received: list[int] = []
-        self._old = {s: signal.signal(s, lambda n, _: self.received.append(n)) for s in HANDLED}
+        self._old = {s: signal.signal(s, lambda n, _: self.received.append(n)) for s in not_ignored()}
 
     def restore(self) -> None:
         for signum, handler in self._old.items():
@@ -97,8 +97,9 @@ def report_exit(code: int) -> int:
     path = os.environ.get(EXIT_FILE)
     if path is None or code == 0:
         return code
-    Path(path).write_text(str(code))
-    return 0
+    with Path(path).open("a") as f:
+        f.write(f"{code}\n")
+    return 1 if code == 1 else 0  # after a failure while running, torchrun has to end the other ranks
 
 
 def run(launch: Launch, arguments: Sequence[str]) -> int:
@@ -120,9 +121,9 @@ def run(launch: Launch, arguments: Sequence[str]) -> int:
             _wait(agent, forwarder)
         finally:
             forwarder.restore()
-        told = exit_file.read()
+        told = sorted(int(code) for code in exit_file.read().split())
     if told:
-        return int(told)
+        return told[0]  # a failure (1, 2) of one rank counts more than another's orderly stop (128 + signal)
     if forwarder.received:
         return exit_code(forwarder.received[0])
     return 1 if agent.returncode else 0

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import itertools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -80,8 +84,25 @@ def _make(root: Path) -> RunDir:
 
 
 def write_config(run: RunDir, config: Config) -> None:
-    """Save the resolved configuration."""
-    run.config.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+    """Save the resolved configuration; a kill in between leaves the old one."""
+    temporary = run.root / ".config.tmp"
+    temporary.write_text(yaml.safe_dump(config.to_dict(), sort_keys=False), encoding="utf-8")
+    os.replace(temporary, run.config)
+
+
+@contextmanager
+def hold(run: RunDir) -> Iterator[None]:
+    """Be the one process that trains this run; the kernel lets go when it dies.
+
+    Raises:
+        RunError: another process holds it.
+    """
+    with (run.root / ".lock").open("w") as f:
+        try:
+            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as e:
+            raise RunError(f"{run.root} is being trained by another process") from e
+        yield
 
 
 def find(path: str | Path) -> RunDir:

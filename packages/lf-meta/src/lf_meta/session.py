@@ -23,7 +23,7 @@ from lf_meta.checkpoint import (
 )
 from lf_meta.config import Config
 from lf_meta.dist import StopConsensus, World, choose_precision
-from lf_meta.errors import ConfigError, DataError, NoCheckpointError
+from lf_meta.errors import ConfigError, NoCheckpointError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import Feed, Order, make_feed
 from lf_meta.metrics import MetricsFile, StepMetrics
@@ -119,16 +119,7 @@ def make_model(config: Config, vocab_size: int, device: torch.device) -> nn.Modu
 
 
 def _open_data(config: Config, run: rundir.RunDir, world: World) -> tuple[lff.Dataset, lff.Dataset | None]:
-    found: object = None
-    if world.is_main:
-        try:
-            found = data.prepare(config.data, config.run.seed, run.data)
-        except DataError as e:
-            found = e
-    found = world.broadcast_object(found)
-    if isinstance(found, DataError):
-        raise found
-    assert isinstance(found, data.DataPaths)
+    found = world.on_main(lambda: data.prepare(config.data, config.run.seed, run.data))
     if world.is_main:
         print(found.note, flush=True)
     vocab = config.model.vocab_size
@@ -184,7 +175,7 @@ def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopS
         feed = make_feed(train, config.loader, order, world)
         stack.callback(feed.close)
         autocast = autocast_for(config, world.device)
-        checkpointer = open_checkpointer(run.root, config.ckpt) if world.is_main else None
+        checkpointer = _open_store(config, run, world)
         if checkpointer is not None:
             stack.callback(checkpointer.close)
         yield Session(
@@ -202,6 +193,13 @@ def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopS
             MetricsFile(run.metrics) if world.is_main else None,
             MetricsFile(run.sample_ids(world.rank)) if config.metrics.sample_ids else None,
         )
+
+
+def _open_store(config: Config, run: rundir.RunDir, world: World) -> Checkpointer | None:
+    """The store on rank 0, which alone writes; a store that cannot be opened stops every rank."""
+    opened: list[Checkpointer] = []
+    world.on_main(lambda: opened.append(open_checkpointer(run.root, config.ckpt)))
+    return opened[0] if opened else None
 
 
 def _eval_job(config: Config, held_out: lff.Dataset | None, autocast: Autocast) -> EvalJob | None:

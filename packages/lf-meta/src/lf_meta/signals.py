@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT: the first asks for a checkpoint and an orderly stop, the second ends the process at once.
+"""SIGTERM, SIGINT and SIGHUP: the first asks for a checkpoint and an orderly stop, the second ends at once.
 
 The signal number arrives through Python's wake-up descriptor and is read by a thread, because a handler runs
 only between two bytecodes of the main thread: while that thread waits inside a collective or a write, a second
@@ -13,11 +13,16 @@ import socket
 import threading
 from types import FrameType, TracebackType
 
-HANDLED = (signal.SIGTERM, signal.SIGINT)
+HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+
+
+def not_ignored() -> list[signal.Signals]:
+    """The stop signals that the parent did not switch off (nohup ignores SIGHUP, a shell's ``&`` SIGINT)."""
+    return [s for s in HANDLED if signal.getsignal(s) is not signal.SIG_IGN]
 
 
 def exit_code(signum: int) -> int:
-    """Shell convention: 128 + signal, so 143 for SIGTERM and 130 for SIGINT."""
+    """Shell convention: 128 + signal, so 143 for SIGTERM, 130 for SIGINT, 129 for SIGHUP."""
     return 128 + signum
 
 
@@ -39,7 +44,7 @@ class StopSignal:
 
     def __enter__(self) -> StopSignal:
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
-        self._old = {s: signal.signal(s, _ignore) for s in HANDLED}
+        self._old = {s: signal.signal(s, _ignore) for s in not_ignored()}
         self._thread = threading.Thread(target=self._watch, name="lf-signals", daemon=True)
         self._thread.start()
         return self
