@@ -2,6 +2,7 @@
 
 from ._batch import Batch
 from ._errors import DataError, EngineError, LoaderError, PlanError, StateError
+from ._runs import BucketRuns
 from ._stats import LoaderInfo, LoaderStats
 from .engine import EngineInfo
 from .loader import LoongDataLoader, plan_of
@@ -11,6 +12,7 @@ from .plan import BatchSpec, Plan
 __all__ = [
     "Batch",
     "BatchSpec",
+    "BucketRuns",
     "Collate",
     "DataError",
     "EngineError",

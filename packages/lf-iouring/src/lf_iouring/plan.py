@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ._errors import PlanError, StateError
 from ._permute import MAX_N, Ids, permute
+from ._runs import BucketRuns
 
 STATE_VERSION = 1
 _BATCH_STREAM = 1 << 32  # apart from the streams of the buckets, which are their numbers
@@ -53,7 +54,8 @@ class Plan:
 
     Args:
         lengths: int[n] record lengths in tokens, or None if they need no check against the edges.
-        bucket_of: int[n] bucket number of each record, or None when there is one bucket.
+        bucket_of: int[n] bucket number of each record, or the BucketRuns of it, which needs memory for its runs
+            only; None when there is one bucket.
         buckets: ascending edges in tokens; a record of bucket b has at most buckets[b] tokens.
         global_batch: rows of a batch over all ranks.
         seed: names the order.
@@ -67,7 +69,7 @@ class Plan:
     def __init__(
         self,
         lengths: npt.ArrayLike | None,
-        bucket_of: npt.ArrayLike | None,
+        bucket_of: npt.ArrayLike | BucketRuns | None,
         buckets: Sequence[int],
         global_batch: int,
         seed: int,
@@ -76,16 +78,18 @@ class Plan:
         records: int | None = None,
     ) -> None:
         sizes = None if lengths is None else np.asarray(lengths)
-        numbers = None if bucket_of is None else np.asarray(bucket_of)
+        runs = (
+            bucket_of if bucket_of is None or isinstance(bucket_of, BucketRuns) else BucketRuns.of(bucket_of)
+        )
         self.buckets = tuple(int(edge) for edge in buckets)
         self.global_batch = int(global_batch)
         self.seed = int(seed)
         self.shuffle = bool(shuffle)
         self.fingerprint = str(fingerprint)
-        self.records = _count(sizes, numbers, records)
-        _check(self, sizes, numbers)
-        self._members = _members(numbers, len(self.buckets))
-        self._sizes = _bucket_sizes(numbers, self.records, len(self.buckets))
+        self.records = _count(sizes, runs, records)
+        _check(self, sizes, runs)
+        self._runs = runs or BucketRuns([self.records], [0])
+        self._sizes = self._runs.sizes(len(self.buckets))
         full = self._sizes // self.global_batch
         # Batches are numbered: full ones bucket by bucket, then those made of leftovers.
         self._full_ends = np.cumsum(full)
@@ -162,8 +166,7 @@ class Plan:
         for bucket in np.flatnonzero(np.bincount(buckets[buckets >= 0])).tolist():
             chosen = buckets == bucket
             order = self._shuffled(positions[chosen], int(self._sizes[bucket]), epoch, bucket)
-            members = self._members[bucket]
-            ids[chosen] = order if members is None else members[order]
+            ids[chosen] = self._runs.ids(bucket, order)
         return np.array(self.buckets, np.int64)[edge_bucket], ids
 
     def _positions(self, numbers: Ids, columns: Ids) -> tuple[Ids, Ids, Ids]:
@@ -200,15 +203,16 @@ class Plan:
         return permute(positions, n, seed=self.seed, epoch=epoch, stream=stream)
 
 
-def _count(lengths: Any, bucket_of: Any, records: int | None) -> int:
-    given = {len(a) for a in (lengths, bucket_of) if a is not None}
+def _count(lengths: Any, runs: BucketRuns | None, records: int | None) -> int:
+    given = set() if lengths is None else {len(lengths)}
+    given |= set() if runs is None else {runs.records}
     given |= {records} if records is not None else set()
     if len(given) != 1:
         raise PlanError(f"number of records unknown or contradictory: {sorted(given)}")
     return int(given.pop())
 
 
-def _check(plan: Plan, lengths: Any, bucket_of: Any) -> None:
+def _check(plan: Plan, lengths: Any, runs: BucketRuns | None) -> None:
     edges = plan.buckets
     if not edges or edges[0] < 1 or any(a >= b for a, b in itertools.pairwise(edges)):
         raise PlanError(f"buckets {edges}: edges must be positive and ascending")
@@ -216,30 +220,18 @@ def _check(plan: Plan, lengths: Any, bucket_of: Any) -> None:
         raise PlanError(f"global_batch={plan.global_batch}: it must be at least 1")
     if not 1 <= plan.records <= MAX_N:
         raise PlanError("the data set is empty" if plan.records < 1 else "too many records")
-    if bucket_of is None and len(edges) > 1:
+    if runs is None and len(edges) > 1:
         raise PlanError(f"{len(edges)} buckets need bucket_of")
-    if bucket_of is not None and not 0 <= int(bucket_of.min()) <= int(bucket_of.max()) < len(edges):
+    if runs is not None and runs.highest >= len(edges):
         raise PlanError(f"bucket_of must lie in 0..{len(edges) - 1}")
-    if lengths is None:
-        return
-    limit = edges[0] if bucket_of is None else np.array(edges, np.int64)[bucket_of]
-    over = np.flatnonzero(lengths > limit)
-    if over.size:
-        first = int(over[0])
-        raise PlanError(f"record {first} has {int(lengths[first])} tokens, more than the edge of its bucket")
+    if lengths is not None:
+        _check_lengths(edges, lengths, runs or BucketRuns([plan.records], [0]))
 
 
-def _members(bucket_of: Any, count: int) -> list[Ids | None]:
-    """Ids of each bucket, ascending; None stands for all ids, which needs no table."""
-    if bucket_of is None or count == 1:
-        return [None]
-    return [np.flatnonzero(bucket_of == bucket).astype(np.int64, copy=False) for bucket in range(count)]
-
-
-def _bucket_sizes(bucket_of: Any, records: int, count: int) -> Ids:
-    if bucket_of is None:
-        return np.array([records], np.int64)
-    return np.bincount(bucket_of, minlength=count).astype(np.int64)
+def _check_lengths(edges: tuple[int, ...], lengths: Any, runs: BucketRuns) -> None:
+    over = runs.over(lengths, edges)
+    if over is not None:
+        raise PlanError(f"record {over} has {int(lengths[over])} tokens, more than the edge of its bucket")
 
 
 def _digest(buckets: tuple[int, ...]) -> str:
