@@ -2,11 +2,15 @@
 
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
+from lf_format._merge import convert, merge
+from lf_format._overlap import OverlapReport, overlap
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
+from lf_format._salvage import SalvageReport, salvage
 from lf_format._schema import Field, TokenizerInfo
 from lf_format._split import bucket_edges
+from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
 from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, loads_tokenizer
 from lf_format._verify import VerifyReport, verify
 from lf_format._writer import Writer, WriteReport
@@ -16,6 +20,7 @@ __version__ = "0.1.0"
 __all__ = [
     "DOCUMENT_END",
     "DOCUMENT_START",
+    "BucketSet",
     "ByteTokenizer",
     "Dataset",
     "Extents",
@@ -23,9 +28,12 @@ __all__ = [
     "FormatError",
     "InputError",
     "JsonTokenizer",
+    "LengthSummary",
+    "OverlapReport",
     "PreprocessReport",
     "Reader",
     "Record",
+    "SalvageReport",
     "Tokenizer",
     "TokenizerInfo",
     "VerifyReport",
@@ -33,10 +41,17 @@ __all__ = [
     "WriteReport",
     "Writer",
     "bucket_edges",
+    "bucket_set",
+    "convert",
     "load_tokenizer",
     "loads_tokenizer",
+    "merge",
     "open_dataset",
+    "overlap",
     "preprocess",
     "preprocess_documents",
+    "salvage",
+    "suggest_buckets",
+    "summarize",
     "verify",
 ]

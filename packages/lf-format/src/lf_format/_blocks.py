@@ -2,13 +2,47 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
 from lf_format import _layout as lay
 from lf_format._index import Index
 from lf_format._records import record_hash
+
+Array = npt.NDArray[Any]
+
+
+@dataclass(frozen=True)
+class StoredBlock:
+    """A block as its file holds it, and its rows of the index.
+
+    Attributes:
+        bucket, codec, dictionary: as in the block header.
+        raw_len: decoded bytes.
+        stored: the payload as stored.
+        lengths, hashes, flags: one value a record, [records].
+        max_id: largest token id.
+    """
+
+    bucket: int
+    codec: int
+    raw_len: int
+    stored: bytes
+    lengths: Array
+    hashes: Array
+    flags: Array
+    max_id: int
+    dictionary: int = 0
+
+    def header(self, first_record: int) -> lay.BlockHeader:
+        """Header of the block when its first record has the number `first_record`."""
+        sizes = (self.raw_len, len(self.stored), lay.xxh3(self.stored))
+        return lay.BlockHeader(
+            self.bucket, self.codec, self.dictionary, len(self.lengths), first_record, *sizes
+        )
 
 
 class PendingBlock:
@@ -40,9 +74,10 @@ class PendingBlock:
             out.extend(b"".join(plane))
         return bytes(out)
 
-    def hashes(self) -> list[int]:
-        """Record hashes."""
-        return [record_hash(parts) for parts in zip(*self.planes, strict=True)]
+    def rows(self) -> tuple[Array, Array, Array]:
+        """Lengths, record hashes and flags, each [records]."""
+        hashes = [record_hash(parts) for parts in zip(*self.planes, strict=True)]
+        return np.array(self.lengths, "<u4"), np.array(hashes, "<u4"), np.array(self.flags, "u1")
 
     def max_id(self, dtype: np.dtype[Any]) -> int:
         """Largest token id."""
@@ -62,13 +97,13 @@ class IndexRows:
         """Blocks so far."""
         return len(self._blocks)
 
-    def add(self, pending: PendingBlock, head: lay.BlockHeader, offset: int, max_id: int) -> None:
+    def add(self, block: StoredBlock, head: lay.BlockHeader, offset: int) -> None:
         """A block that was written with `head` at file `offset`."""
-        self._lengths += np.array(pending.lengths, "<u4").tobytes()
-        self._hashes += np.array(pending.hashes(), "<u4").tobytes()
-        self._flags += bytes(pending.flags)
+        self._lengths += block.lengths.astype("<u4").tobytes()
+        self._hashes += block.hashes.astype("<u4").tobytes()
+        self._flags += block.flags.astype("u1").tobytes()
         sizes = (head.raw_len, head.stored_len, head.payload_hash)
-        self._blocks.append((offset, head.n_records, head.bucket, head.codec, *sizes, max_id))
+        self._blocks.append((offset, head.n_records, head.bucket, head.codec, *sizes, block.max_id))
         self.records += head.n_records
 
     def index(self) -> Index:

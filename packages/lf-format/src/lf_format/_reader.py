@@ -176,15 +176,21 @@ class Reader:
         if cached == block:
             return payload
         index, at = self.opened.index, self._payload_at(block)
+        stored = self.block_stored(block)
+        payload = decode(stored, int(index.block_codec[block]), int(index.block_raw[block]), self.path, at)
+        self._decoded = (block, payload)  # one assignment, so other threads see a matching pair
+        return payload
+
+    def block_stored(self, block: int) -> bytes:
+        """Payload of block `block` as stored; FormatError unless it has its hash."""
+        index, at = self.opened.index, self._payload_at(block)
         stored = read_exact(self.fileno(), int(index.block_stored[block]), at, self.path)
         found, expected = lay.xxh3(stored), int(index.block_hash[block])
         if found != expected:
             raise FormatError(
                 f"hash of block {block}", path=self.path, offset=at, expected=hex(expected), found=hex(found)
             )
-        payload = decode(stored, int(index.block_codec[block]), int(index.block_raw[block]), self.path, at)
-        self._decoded = (block, payload)  # one assignment, so other threads see a matching pair
-        return payload
+        return stored
 
     def extents(self, ids: object, field: str = "tokens") -> Extents:
         """File positions of one field of the records `ids` (integers, shape [n]), for engines with own I/O.

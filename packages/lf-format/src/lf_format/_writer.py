@@ -18,7 +18,7 @@ import xxhash
 
 from lf_format import _layout as lay
 from lf_format._atomic import AtomicFile
-from lf_format._blocks import IndexRows, PendingBlock
+from lf_format._blocks import IndexRows, PendingBlock, StoredBlock
 from lf_format._codecs import CODEC_IDS, encode
 from lf_format._errors import FormatError, InputError
 from lf_format._records import check_mask, check_tokens, pack_bits
@@ -157,6 +157,15 @@ class Writer:
         if pending.nbytes >= self._block_bytes:
             self._flush(bucket)
 
+    def append_block(self, block: StoredBlock) -> None:
+        """Adds a block as it is, for merge and convert: what it holds must agree with this file's schema.
+
+        Raises:
+            OSError: when the disk refuses; the temporary file is removed.
+        """
+        self._check_open()
+        self._guarded(self._put, block)
+
     def close(self) -> WriteReport:
         """Finishes the file and gives it its final name; the same report again when called twice."""
         if self._report is None:
@@ -204,12 +213,15 @@ class Writer:
         if len(payload) > lay.MAX_BLOCK_BYTES:
             raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=len(payload))
         codec, stored = encode(payload, self._codec, self._level)
-        digest, count = lay.xxh3(stored), len(pending.lengths)
-        head = lay.BlockHeader(bucket, codec, 0, count, self._rows.records, len(payload), len(stored), digest)
+        largest = pending.max_id(self._schema.numpy_dtype)
+        self._put(StoredBlock(bucket, codec, len(payload), stored, *pending.rows(), largest))
+
+    def _put(self, block: StoredBlock) -> None:
+        head = block.header(self._rows.records)
         offset = self._at
-        self._file.write_at(head.pack() + stored, offset)
-        self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + len(stored), lay.BLOCK_ALIGN)
-        self._rows.add(pending, head, offset, pending.max_id(self._schema.numpy_dtype))
+        self._file.write_at(head.pack() + block.stored, offset)
+        self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + len(block.stored), lay.BLOCK_ALIGN)
+        self._rows.add(block, head, offset)
 
     def _finish(self) -> None:
         index = self._rows.index()

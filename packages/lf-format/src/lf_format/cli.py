@@ -1,4 +1,4 @@
-"""`lf-format inspect | verify`."""
+"""`lf-format inspect | verify | stats | head | merge | convert | salvage | overlap`."""
 
 from __future__ import annotations
 
@@ -13,11 +13,14 @@ import numpy as np
 from lf_format._dataset import shard_paths
 from lf_format._errors import FormatError
 from lf_format._reader import Reader
+from lf_format._tools_cli import add_commands
 from lf_format._verify import verify
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="lf-format", description="Looks into .loongbin files.")
+    parser = argparse.ArgumentParser(
+        prog="lf-format", description="Looks into .loongbin files, makes new ones of them."
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     inspect = commands.add_parser("inspect", help="header, fields, buckets and counts")
     inspect.add_argument("path", help="a file, or a directory of .loongbin files")
@@ -26,6 +29,9 @@ def _parser() -> argparse.ArgumentParser:
     check = commands.add_parser("verify", help="exit 1 when a file is not exactly what was written")
     check.add_argument("path", nargs="+", help="files, or directories of .loongbin files")
     check.add_argument("--deep", action="store_true", help="read and hash every block and record too")
+    inspect.set_defaults(run=_inspect)
+    check.set_defaults(run=_verify)
+    add_commands(commands)
     return parser
 
 
@@ -33,7 +39,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry. Returns 0; 1 when a file is damaged; 2 for usage (no such file, bad options)."""
     args = _parser().parse_args(argv)
     try:
-        return _inspect(args) if args.command == "inspect" else _verify(args)
+        code: int = args.run(args)
+        return code
     except OSError as error:
         print(f"lf-format: {error}", file=sys.stderr)
         return 2
