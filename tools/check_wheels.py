@@ -2,11 +2,13 @@
 
 - one wheel per package: abi3 when it has C, py3-none-any otherwise, and an sdist beside it
 - the torch-free wheels, installed in an empty environment with their dependencies, run their README's example
+- the same on Python 3.12 and 3.13 where they are installed
 - lf-iouring's sdist without a compiler still installs, with its Python engine
 """
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -69,6 +71,19 @@ def install_alone() -> None:
         run(f"{folder}/bin/lf-format", "--help")
 
 
+def install_on_newer_pythons() -> None:
+    """The same wheels on every later interpreter that is installed here: one abi3 build serves them all."""
+    for name in ("python3.12", "python3.13"):
+        python = shutil.which(name)
+        if python is None or subprocess.run([python, "-c", ""], capture_output=True).returncode:
+            print(f"{name}: not installed here, not tried")
+            continue
+        with tempfile.TemporaryDirectory() as folder:
+            run(python, "-m", "venv", folder)
+            run(f"{folder}/bin/python", *PIP, "install", "--find-links", str(DIST), *TORCH_FREE)
+            print(run(f"{folder}/bin/python", "-c", example("lf-iouring"), cwd=folder))
+
+
 def install_without_compiler() -> None:
     """An sdist where there is no C compiler: the Python engine, which says why it was taken."""
     sdist = next(DIST.glob("lf_iouring-*.tar.gz"))
@@ -86,5 +101,6 @@ if __name__ == "__main__":
     build_all()
     check_names()
     install_alone()
+    install_on_newer_pythons()
     install_without_compiler()
     print("wheels: ok")

@@ -5,6 +5,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -141,6 +142,21 @@ def test_with_two_ranks_one_signal_stops_both(cli: Any, until: Any, small: list[
     assert f"step {max(cli.losses('pair'))}" in cli.run("digest", "runs/pair")
 
 
+def test_two_launchers_make_one_job_and_stop_together(cli: Any, until: Any, small: list[str]) -> None:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        endpoint = f"127.0.0.1:{free.getsockname()[1]}"
+    nodes = ["--nnodes", "2", "--rdzv-endpoint", endpoint]
+    common = ["train", "run.name=nodes", *small, "run.steps=100000", *nodes]
+    first, second = (cli.start(*common, "--node-rank", str(rank)) for rank in (0, 1))
+    until(lambda: cli.rows("nodes"), first)
+    assert "2 rank(s)" in cli.output()
+    second.send_signal(signal.SIGTERM)
+    assert second.wait(timeout=60) == 143, cli.output()
+    assert first.wait(timeout=60) == 143, cli.output()
+    assert f"step {max(cli.losses('nodes'))}" in cli.run("digest", "runs/nodes")
+
+
 SLOW_FSYNC = """
 import os, time
 if os.environ.get("RANK", "0") == "0":
@@ -201,6 +217,14 @@ def test_resume_refuses_another_order_of_samples(cli: Any) -> None:
     assert "global_batch" in output
     output = cli.run("resume", "runs/order", "run.seed=5", "run.steps=8", code=2)
     assert "seed" in output
+
+
+def test_a_run_is_resumed_from_another_folder(cli: Any, make_cli: Any) -> None:
+    (cli.folder / "own.txt").write_text("A text to learn from. " * 400)
+    cli.train("here", "run.steps=4", "data.path=own.txt", "ckpt.dir=saved")
+    elsewhere = make_cli(cli.folder / "runs")
+    elsewhere.run("resume", "here", "run.steps=6")
+    assert sorted(cli.losses("here")) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_resume_is_journalled_with_what_it_changed(cli: Any) -> None:

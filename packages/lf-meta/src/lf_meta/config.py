@@ -6,6 +6,7 @@ names the dotted key (see :mod:`lf_meta.config_load`, which reads YAML and ``key
 
 from __future__ import annotations
 
+import os
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -147,6 +148,10 @@ class DistSection(Section):
     timeout: PositiveInt = Field(1800, description="seconds until a lost peer is an error")
 
 
+def _absolute(path: str | None) -> str | None:
+    return None if path is None else os.path.abspath(path)
+
+
 class Config(Section):
     """A complete run. ``Config()`` is the default job."""
 
@@ -169,6 +174,15 @@ class Config(Section):
                 f"batch.size {self.batch.size} is not a multiple of batch.accum {self.batch.accum}"
             )
         return self
+
+    def anchored(self) -> Config:
+        """The same with absolute paths, so that the run can be resumed from any working directory."""
+        tokenizer = self.data.tokenizer
+        if tokenizer not in (None, "bytes"):
+            tokenizer = _absolute(tokenizer)
+        data = self.data.model_copy(update={"path": _absolute(self.data.path), "tokenizer": tokenizer})
+        ckpt = self.ckpt.model_copy(update={"dir": _absolute(self.ckpt.dir)})
+        return self.model_copy(update={"data": data, "ckpt": ckpt})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data, ready for YAML or JSON."""

@@ -31,7 +31,9 @@ def start_run(config: Config, signal: StopSignal) -> int:
     """Create a run folder and train; returns the stop signal or 0."""
     with World.from_environment(config.device, config.dist) as world:
         made = world.on_main(lambda: rundir.create(config))
-        named = config.model_copy(update={"run": config.run.model_copy(update={"name": made.root.name})})
+        named = config.anchored().model_copy(
+            update={"run": config.run.model_copy(update={"name": made.root.name})}
+        )
         if world.is_main:
             rundir.write_config(made, named)
             print(f"run {made.root}", flush=True)
