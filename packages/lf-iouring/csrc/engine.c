@@ -18,7 +18,7 @@ typedef struct {
   struct lf_engine *engine;
   pthread_t thread;
   lf_gatherer gatherer;
-  int ring_error, register_error;
+  int ring_error, register_error, files_error;
 } worker; /* the caller's own has no thread */
 
 struct lf_engine {
@@ -31,9 +31,10 @@ struct lf_engine {
   _Atomic int spinner;        /* one idle thread at most keeps a core busy */
   uint32_t waiters, ready;    /* under the lock */
   _Atomic int stop;
-  uint32_t want_ring, entries, threads;
+  lf_options options;
+  uint32_t threads;
   int may_help;
-  uint64_t pool, pool_bytes;
+  lf_files files;
   lf_tally tally;
   worker caller; /* reads what no thread has begun when its turn comes */
   worker workers[];
@@ -54,20 +55,38 @@ static int open_largest(lf_ring *ring, uint32_t entries, int one_thread) {
   return rc;
 }
 
-/* The limit may allow a ring, but not registered buffers. */
+/* The limit may allow a ring, but not registered buffers, or only the pool. */
+static int register_buffers(lf_gatherer *g, const lf_options *options) {
+  struct iovec buffers[LF_BUFFERS];
+  uint32_t count = 0;
+  if (options->pool_bytes > 0) {
+    buffers[count++] = (struct iovec){(void *)(uintptr_t)options->pool, options->pool_bytes};
+  }
+  if (g->bounce.memory != NULL) buffers[count++] = (struct iovec){g->bounce.memory, g->bounce.bytes};
+  int rc = count > 0 ? lf_ring_register(&g->ring, buffers, count) : 0;
+  if (rc < 0 && count > 1) lf_ring_register(&g->ring, buffers, 1);
+  return rc;
+}
+
 static void open_ring(worker *w, int one_thread) {
   struct lf_engine *e = w->engine;
   lf_gatherer *g = &w->gatherer;
-  int rc = open_largest(&g->ring, e->entries, one_thread);
+  uint32_t entries = e->options.entries > MIN_ENTRIES ? e->options.entries : MIN_ENTRIES;
+  int rc = open_largest(&g->ring, entries, one_thread);
   /* The kernel returns the locked memory of closed rings some milliseconds late (seen on 6.18). */
   for (int i = 0; i < 4 && rc == -ENOMEM; i++) {
     nanosleep(&(struct timespec){0, 10000000}, NULL);
-    rc = open_largest(&g->ring, e->entries, one_thread);
+    rc = open_largest(&g->ring, entries, one_thread);
   }
   w->ring_error = -rc;
   if (rc < 0) return;
   g->has_ring = 1;
-  if (e->pool_bytes > 0) w->register_error = -lf_ring_register(&g->ring, e->pool, e->pool_bytes);
+  if (g->ring.entries < g->depth) g->depth = g->ring.entries;
+  w->register_error = -register_buffers(g, &e->options);
+  if (e->files.count > 0) {
+    uint32_t count = e->files.direct ? 2 * e->files.count : e->files.count;
+    w->files_error = -lf_ring_register_files(&g->ring, e->files.fds, count);
+  }
 }
 
 static int64_t available(struct lf_engine *e) {
@@ -106,7 +125,7 @@ static void finish(struct lf_engine *e, int64_t ticket) {
 static void *run(void *arg) {
   worker *w = arg;
   struct lf_engine *e = w->engine;
-  if (e->want_ring) open_ring(w, 1); /* here: SINGLE_ISSUER binds a ring to its thread */
+  if (e->options.want_ring) open_ring(w, 1); /* here: SINGLE_ISSUER binds a ring to its thread */
   pthread_mutex_lock(&e->lock);
   e->ready++;
   pthread_cond_broadcast(&e->finished);
@@ -123,13 +142,15 @@ static void report(struct lf_engine *e, lf_info *info) {
   for (uint32_t i = 0; i < e->threads; i++) {
     const worker *w = &e->workers[i];
     info->ring_threads += (uint32_t)w->gatherer.has_ring;
-    info->registered += (uint32_t)w->gatherer.ring.fixed;
+    info->registered += w->gatherer.has_ring && w->register_error == 0;
+    info->registered_files += (uint32_t)w->gatherer.ring.fixed_files;
     if (w->gatherer.has_ring) {
-      info->entries = w->gatherer.ring.entries;
+      info->entries = w->gatherer.depth;
       info->setup_flags = w->gatherer.ring.flags;
     }
     if (w->ring_error) info->ring_error = w->ring_error;
     if (w->register_error) info->register_error = w->register_error;
+    if (w->files_error) info->files_error = w->files_error;
   }
 }
 
@@ -137,6 +158,12 @@ static void prepare(struct lf_engine *e, worker *w) {
   w->engine = e;
   w->gatherer.tally = &e->tally;
   w->gatherer.ring.fd = -1;
+  w->gatherer.files = &e->files;
+  w->gatherer.depth = e->options.entries;
+  if (e->files.direct) {
+    uint32_t places = lf_bounce_open(&w->gatherer.bounce, e->options.entries, e->options.span);
+    if (places > 0 && places < w->gatherer.depth) w->gatherer.depth = places;
+  }
 }
 
 static int start(struct lf_engine *e, uint32_t threads) {
@@ -154,12 +181,13 @@ static int start(struct lf_engine *e, uint32_t threads) {
   return rc;
 }
 
-lf_engine *lf_engine_new(uint32_t threads, uint32_t want_ring, uint32_t entries, uint64_t pool,
-                         uint64_t pool_bytes, lf_info *info) {
+lf_engine *lf_engine_new(const lf_options *options, lf_info *info) {
+  const uint32_t threads = options->threads;
   memset(info, 0, sizeof *info);
   struct lf_engine *e = calloc(1, sizeof *e + threads * sizeof(worker));
-  if (e == NULL) {
+  if (e == NULL || lf_files_open(&e->files, options) < 0) {
     info->start_error = ENOMEM;
+    free(e);
     return NULL;
   }
   pthread_mutex_init(&e->lock, NULL);
@@ -170,10 +198,7 @@ lf_engine *lf_engine_new(uint32_t threads, uint32_t want_ring, uint32_t entries,
   pthread_cond_init(&e->finished, &clock);
   pthread_condattr_destroy(&clock);
   for (int i = 0; i < JOBS; i++) atomic_init(&e->done[i], -1);
-  e->want_ring = want_ring;
-  e->entries = entries;
-  e->pool = pool;
-  e->pool_bytes = pool_bytes;
+  e->options = *options;
   prepare(e, &e->caller);
   info->start_error = start(e, threads);
   pthread_mutex_lock(&e->lock);
@@ -240,6 +265,7 @@ uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fa
 void lf_engine_counters(lf_engine *e, lf_counters *out) {
   const memory_order relaxed = memory_order_relaxed;
   out->cached_reads = atomic_load_explicit(&e->tally.cached_reads, relaxed);
+  out->direct_reads = atomic_load_explicit(&e->tally.direct_reads, relaxed);
   out->ring_reads = atomic_load_explicit(&e->tally.ring_reads, relaxed);
   out->pread_reads = atomic_load_explicit(&e->tally.pread_reads, relaxed);
   out->bytes = atomic_load_explicit(&e->tally.bytes, relaxed);
@@ -249,6 +275,7 @@ void lf_engine_counters(lf_engine *e, lf_counters *out) {
 
 static void clean(worker *w) {
   if (w->gatherer.ring.fd >= 0) lf_ring_close(&w->gatherer.ring);
+  lf_bounce_close(&w->gatherer.bounce);
   lf_gatherer_free(&w->gatherer);
 }
 
@@ -266,6 +293,7 @@ void lf_engine_free(lf_engine *e) {
   pthread_mutex_destroy(&e->lock);
   pthread_cond_destroy(&e->work);
   pthread_cond_destroy(&e->finished);
+  lf_files_close(&e->files);
   free(e);
 }
 

@@ -6,6 +6,7 @@
 #include <stdatomic.h>
 #include <stdint.h>
 
+#include "direct.h"
 #include "lf_native.h"
 #include "ring.h"
 
@@ -20,7 +21,7 @@ typedef struct {
 } lf_job;
 
 typedef struct {
-  _Atomic uint64_t cached_reads, ring_reads, pread_reads, bytes, busy_ns, hash_ns;
+  _Atomic uint64_t cached_reads, direct_reads, ring_reads, pread_reads, bytes, busy_ns, hash_ns;
 } lf_tally;
 
 typedef struct lf_piece lf_piece;
@@ -29,7 +30,11 @@ typedef struct lf_piece lf_piece;
 typedef struct {
   lf_ring ring;
   int has_ring;
+  uint32_t depth; /* reads in flight at most */
   int no_nowait; /* a file system refused RWF_NOWAIT */
+  int no_cachestat;
+  const lf_files *files;
+  lf_bounce bounce; /* where direct reads land that a row cannot take as they are */
   lf_tally *tally;
   lf_counters done;  /* of this job; added to the tally at its end, so that threads do not share a line */
   uint32_t hashed;   /* rows of this job */

@@ -9,12 +9,11 @@
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
-#include <sys/uio.h>
 #include <unistd.h>
 
 enum { SYS_SETUP = 425, SYS_ENTER = 426, SYS_REGISTER = 427 };
 enum { OP_READ_FIXED = 4, OP_READ = 22 };
-enum { ENTER_GETEVENTS = 1, REGISTER_BUFFERS = 0 };
+enum { ENTER_GETEVENTS = 1, REGISTER_BUFFERS = 0, REGISTER_FILES = 2, FIXED_FILE = 1 };
 enum { SETUP_CLAMP = 1 << 4, SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
 /* One mapping for both rings (5.4), and the release that brought OP_READ (5.6). */
 enum { FEAT_SINGLE_MMAP = 1 << 0, FEAT_RW_CUR_POS = 1 << 3 };
@@ -122,25 +121,43 @@ int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread) {
   return 0;
 }
 
-int lf_ring_register(lf_ring *ring, uint64_t start, uint64_t bytes) {
-  struct iovec all = {(void *)(uintptr_t)start, bytes};
-  if (syscall(SYS_REGISTER, ring->fd, REGISTER_BUFFERS, &all, 1) < 0) return -errno;
-  ring->fixed = 1;
-  ring->fixed_start = start;
-  ring->fixed_bytes = bytes;
+int lf_ring_register(lf_ring *ring, const struct iovec *buffers, uint32_t count) {
+  if (count > LF_BUFFERS) return -EINVAL;
+  if (syscall(SYS_REGISTER, ring->fd, REGISTER_BUFFERS, buffers, count) < 0) return -errno;
+  memcpy(ring->buffers, buffers, count * sizeof *buffers);
+  ring->fixed = count;
   return 0;
 }
 
-void lf_ring_read(lf_ring *ring, int fd, uint8_t *dst, uint32_t bytes, uint64_t offset, uint64_t tag) {
+int lf_ring_register_files(lf_ring *ring, const int32_t *fds, uint32_t count) {
+  if (syscall(SYS_REGISTER, ring->fd, REGISTER_FILES, fds, count) < 0) return -errno;
+  ring->fixed_files = 1;
+  return 0;
+}
+
+/* The registered buffer that holds this address, or -1. */
+static int buffer_of(const lf_ring *ring, const uint8_t *address) {
+  for (uint32_t i = 0; i < ring->fixed; i++) {
+    /* Wraps to a huge value below the start. */
+    uint64_t inside = (uint64_t)(uintptr_t)address - (uint64_t)(uintptr_t)ring->buffers[i].iov_base;
+    if (inside < ring->buffers[i].iov_len) return (int)i;
+  }
+  return -1;
+}
+
+void lf_ring_read(lf_ring *ring, int fd, int32_t place, uint8_t *dst, uint32_t bytes, uint64_t offset,
+                  uint64_t tag) {
   uint32_t index = ring->tail & *ring->sq_mask;
   struct sqe *sqe = (struct sqe *)ring->sqes + index;
-  uint64_t address = (uint64_t)(uintptr_t)dst;
-  uint64_t inside = address - ring->fixed_start; /* wraps to a huge value below the start */
+  int buffer = buffer_of(ring, dst);
+  int named = ring->fixed_files && place >= 0;
   memset(sqe, 0, sizeof *sqe);
-  sqe->opcode = ring->fixed && inside < ring->fixed_bytes ? OP_READ_FIXED : OP_READ;
-  sqe->fd = fd;
+  sqe->opcode = buffer >= 0 ? OP_READ_FIXED : OP_READ;
+  sqe->buffer = buffer >= 0 ? (uint16_t)buffer : 0;
+  sqe->flags = named ? FIXED_FILE : 0;
+  sqe->fd = named ? place : fd;
   sqe->offset = offset;
-  sqe->address = address;
+  sqe->address = (uint64_t)(uintptr_t)dst;
   sqe->length = bytes;
   sqe->user_data = tag;
   ring->sq_array[index] = index;

@@ -5,13 +5,17 @@
 
 #include <stddef.h>
 #include <stdint.h>
+#include <sys/uio.h>
+
+enum { LF_BUFFERS = 2 };
 
 typedef struct {
   int fd;
   uint32_t entries;
   uint32_t flags;      /* IORING_SETUP_* in use */
-  int fixed;           /* buffer 0 is registered */
-  uint64_t fixed_start, fixed_bytes;
+  uint32_t fixed;      /* registered buffers */
+  struct iovec buffers[LF_BUFFERS];
+  int fixed_files;     /* descriptors are registered, see lf_ring_register_files */
   void *rings;
   size_t rings_bytes;
   void *sqes;
@@ -26,11 +30,14 @@ typedef struct {
 /* All return 0 or a negative errno. With `one_thread` only the thread that opens a ring may use it, which
    saves the kernel work; without, calls may come from any thread, one at a time. */
 int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread);
-int lf_ring_register(lf_ring *ring, uint64_t start, uint64_t bytes);
+/* Reads into these buffers, LF_BUFFERS at most, pin no pages of their own any more. Called once. */
+int lf_ring_register(lf_ring *ring, const struct iovec *buffers, uint32_t count);
+/* Reads may then name a descriptor by its place in `fds`. */
+int lf_ring_register_files(lf_ring *ring, const int32_t *fds, uint32_t count);
 int lf_ring_enter(lf_ring *ring, uint32_t wait_for);
 
-/* The caller keeps at most `entries` reads in flight. */
-void lf_ring_read(lf_ring *ring, int fd, uint8_t *dst, uint32_t bytes, uint64_t offset, uint64_t tag);
+/* The caller keeps at most `entries` reads in flight. `place` is that of `fd` among the registered files, or -1. */
+void lf_ring_read(lf_ring *ring, int fd, int32_t place, uint8_t *dst, uint32_t bytes, uint64_t offset, uint64_t tag);
 /* Takes one completion; 0 when there is none. */
 int lf_ring_reap(lf_ring *ring, uint64_t *tag, int32_t *result);
 void lf_ring_close(lf_ring *ring);

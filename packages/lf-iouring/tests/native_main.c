@@ -51,13 +51,24 @@ static void check_batch(const uint8_t *tokens, const uint8_t *mask, uint32_t bat
   }
 }
 
-static void run(uint32_t threads, uint32_t ring, int registered) {
+static void run(int file, uint32_t threads, uint32_t ring, int registered, int direct) {
   const size_t size = (size_t)ROWS * EDGE;
   uint8_t *memory = aligned_alloc(4096, (2 * size * BATCHES + 4095) / 4096 * 4096);
   lf_window window = {fd, offset, nbytes, hash, items, BATCHES, ROWS, 2, 1};
   lf_info info;
   lf_fault fault;
-  lf_engine *e = lf_engine_new(threads, ring, 16, (uint64_t)memory, registered ? 2 * size * BATCHES : 0, &info);
+  int32_t fds[2] = {file, direct ? lf_direct_open(file) : -1};
+  lf_options options = {.threads = threads,
+                        .want_ring = ring,
+                        .entries = 16,
+                        .files = 1,
+                        .direct = fds[1] >= 0,
+                        .span = EDGE,
+                        .fds = fds,
+                        .pool = (uint64_t)memory,
+                        .pool_bytes = registered ? 2 * size * BATCHES : 0};
+  if (direct && fds[1] < 0) fprintf(stderr, "no direct reads here\n");
+  lf_engine *e = lf_engine_new(&options, &info);
   CHECK(e != NULL && info.threads == threads);
   for (int pass = 0; pass < 20; pass++) {
     memset(memory, 0xEE, 2 * size * BATCHES);
@@ -91,6 +102,7 @@ static void run(uint32_t threads, uint32_t ring, int registered) {
   offset[7] -= 1u << 30;
   lf_submit(e, &window, 1, at, EDGE, at + size, EDGE); /* still flying when the engine is freed */
   lf_engine_free(e);
+  if (fds[1] >= 0) close(fds[1]);
   free(memory);
 }
 
@@ -107,8 +119,10 @@ int main(int argc, char **argv) {
   for (uint32_t ring = 0; ring < 2; ring++) {
     fsync(file);
     posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
-    run(3, ring, 0);
-    run(1, ring, 1);
+    run(file, 3, ring, 0, 0);
+    run(file, 1, ring, 1, 0);
+    posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
+    run(file, 2, ring, 1, 1);
   }
   puts("ok");
   return 0;

@@ -2,16 +2,17 @@
 
 import os
 import weakref
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
+from ._direct import Files
 from ._errors import EngineError
 from ._native import ffi, lib
 from ._reads import Reads
 from .engine import Array, Counters, EngineInfo, Target, errno_text, short_read, wrong_hash
 
-_RING_ENTRIES = 64  # reads in flight a thread; NVMe saturates at 32 to 64
 _MAX_REGISTERED = 1 << 30  # bytes; the kernel takes no larger buffer
 _WAIT_MS = 100  # how often a waiting thread looks for signals
 
@@ -33,21 +34,39 @@ def xxh3_64(data: bytes | memoryview | Array, seed: int = 0) -> int:
 class NativeEngine:
     """See Engine. `by_name` tells the report whether the user chose."""
 
-    def __init__(self, threads: int, pool: Array, *, want_ring: bool, by_name: bool) -> None:
+    def __init__(
+        self, threads: int, pool: Array, files: Files, io_reason: str, depth: int, *,
+        want_ring: bool, by_name: bool,
+    ) -> None:  # fmt: skip
         report = ffi.new("lf_info *")
-        bytes_ = pool.nbytes if pool.nbytes <= _MAX_REGISTERED else 0
-        address = int(pool.ctypes.data)
-        self._handle = lib.lf_engine_new(threads, want_ring, _RING_ENTRIES, address, bytes_, report)
+        fds = ffi.new("int32_t[]", [*files.fds, *files.direct])
+        options = ffi.new(
+            "lf_options *",
+            {
+                "threads": threads,
+                "want_ring": want_ring,
+                "entries": depth,
+                "files": len(files.fds),
+                "direct": bool(files.direct),
+                "span": files.span,
+                "fds": fds,
+                "pool": int(pool.ctypes.data),
+                "pool_bytes": pool.nbytes if pool.nbytes <= _MAX_REGISTERED else 0,
+            },
+        )
+        self._handle = lib.lf_engine_new(options, report)
         if self._handle == ffi.NULL:
+            files.close()
             raise EngineError(f"no thread could be started: {errno_text(report.start_error)}")
-        self._info = _describe(report, threads, want_ring, by_name)
+        info = _describe(report, threads, want_ring, by_name)
+        self._info = replace(info, io="direct" if files.direct else "buffered", io_reason=io_reason)
         # Memory that C threads may write: it must outlive them, also when nobody calls close().
         self._flying: dict[int, tuple[Reads, int, Target, Any]] = {}
         # The C view of the newest window; consecutive batches share it.
         self._window: tuple[Reads, Any] | None = None
         self._fault = ffi.new("lf_fault *")
         self._last = Counters()
-        self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, pool)
+        self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, pool, files)
 
     def submit(self, reads: Reads, batch: int, target: Target) -> int:
         """See Engine."""
@@ -113,18 +132,31 @@ def _to_c(reads: Reads) -> tuple[Any, ...]:
     return (window, *views)
 
 
-def _free(handle: Any, pid: int, flying: dict[int, Any], pool: Array) -> None:
+def open_direct(files: Files) -> tuple[Files, tuple[str, str]]:
+    """The files with O_DIRECT descriptors, or as they were with the path that refused and why."""
+    opened: list[int] = []
+    for fd, path in zip(files.fds, files.paths, strict=True):
+        got = int(lib.lf_direct_open(fd))
+        if got < 0:
+            replace(files, direct=tuple(opened)).close()
+            return files, (path, errno_text(-got))
+        opened.append(got)
+    return replace(files, direct=tuple(opened)), ("", "")
+
+
+def _free(handle: Any, pid: int, flying: dict[int, Any], pool: Array, files: Files) -> None:
     if os.getpid() == pid:
         lib.lf_engine_free(handle)
     else:
         lib.lf_engine_abandon(handle)
     flying.clear()
+    files.close()
 
 
 def _counters(handle: Any) -> Counters:
     c = ffi.new("lf_counters *")
     lib.lf_engine_counters(handle, c)
-    reads = (c.cached_reads, c.ring_reads, c.pread_reads)
+    reads = (c.cached_reads, c.direct_reads, c.ring_reads, c.pread_reads)
     return Counters(*reads, c.bytes, c.busy_ns / 1e9, c.hash_ns / 1e9)
 
 
@@ -155,6 +187,9 @@ def _describe(report: Any, threads: int, want_ring: bool, by_name: bool) -> Engi
         reason += f"; only {report.ring_threads} of {started} threads got a ring ({text})"
     if report.register_error:
         reason += f"; buffers not registered ({errno_text(report.register_error)})"
+    if report.files_error:
+        reason += f"; files not registered ({errno_text(report.files_error)})"
     names = tuple(name for bit, name in _SETUP_FLAGS.items() if report.setup_flags & bit)
     registered = report.registered == report.ring_threads
-    return EngineInfo("io_uring", reason + few, started, int(report.entries), names, registered)
+    files = report.registered_files == report.ring_threads
+    return EngineInfo("io_uring", reason + few, started, int(report.entries), names, registered, files)

@@ -53,7 +53,9 @@ class _ThreadedEngine:
     def counters(self) -> Counters:
         """See Engine."""
         with self._lock:
-            return Counters(0, 0, self._reads, self._bytes, self._busy_s, self._hash_s)
+            return Counters(
+                pread_reads=self._reads, bytes=self._bytes, read_s=self._busy_s, hash_s=self._hash_s
+            )
 
     def close(self) -> None:
         """See Engine."""

@@ -16,7 +16,7 @@ class LoaderStats:
         plan_s: seconds spent computing record ids and extents, in the caller's thread.
         read_s: seconds the engine's threads were busy, hashing included.
         hash_s: the part of it spent in record hashes, estimated from one row a batch.
-        cached_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
+        cached_reads, direct_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
         overflow: batches that got memory of their own because every slot was held by the caller.
         engine, reason: which engine works and why.
         pages: pages under the pool.
@@ -31,6 +31,7 @@ class LoaderStats:
     read_s: float
     hash_s: float
     cached_reads: int
+    direct_reads: int
     ring_reads: int
     pread_reads: int
     overflow: int

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
+from ._direct import Decision, Files, decide, files_of, memory_limit, refused
 from ._errors import DataError, EngineError
 from ._reads import Reads
 
@@ -38,9 +39,12 @@ class EngineInfo:
         name: "io_uring", "pread", "python" or "records" (record by record through lf-format).
         reason: why this one, in words; for a fallback, what was refused and by which errno.
         threads: threads that read.
-        ring_entries: queue depth of each thread's ring, 0 without rings.
+        ring_entries: reads in flight a thread at most, 0 without rings.
         setup_flags: io_uring set-up flags in use, by name.
         registered: the pool is registered with every ring (READ_FIXED).
+        registered_files: so are the files.
+        io: "buffered" or "direct".
+        io_reason: why.
     """
 
     name: str
@@ -49,6 +53,9 @@ class EngineInfo:
     ring_entries: int = 0
     setup_flags: tuple[str, ...] = ()
     registered: bool = False
+    registered_files: bool = False
+    io: str = "buffered"
+    io_reason: str = "the only way of this engine"
 
 
 @dataclass(frozen=True)
@@ -57,6 +64,7 @@ class Counters:
 
     Attributes:
         cached_reads: extents served from the page cache without blocking.
+        direct_reads: extents read past the page cache, by ring or pread.
         ring_reads: extents that went through io_uring.
         pread_reads: extents read by a blocking pread.
         bytes: payload bytes asked for.
@@ -65,6 +73,7 @@ class Counters:
     """
 
     cached_reads: int = 0
+    direct_reads: int = 0
     ring_reads: int = 0
     pread_reads: int = 0
     bytes: int = 0
@@ -97,7 +106,9 @@ class Engine(Protocol):
         """In a forked child: drop the parent's engine without waiting for threads that are not there."""
 
 
-def choose(name: str, threads: int, pool: Array, *, raw: bool, dataset: Any) -> Engine:
+def choose(
+    name: str, threads: int, pool: Array, *, raw: bool, dataset: Any, io: str = "auto", depth: int = 64
+) -> Engine:
     """The engine asked for.
 
     Args:
@@ -105,24 +116,56 @@ def choose(name: str, threads: int, pool: Array, *, raw: bool, dataset: Any) -> 
         threads: number of reading threads, >= 1.
         pool: uint8 memory that targets lie in, for registration.
         raw: whether every record lies in a raw block; others are read through `dataset.record`.
+        io: "buffered", "direct", or "auto" for direct where the page cache cannot hold the data set.
+        depth: reads in flight a thread, at most.
 
     Raises EngineError naming cause and fix when an explicit choice cannot be had.
     """
     if name not in CHOICES:
         raise EngineError(f"engine={name!r}: choose one of {', '.join(CHOICES)}")
-    if not raw:
-        return _records(name, threads, dataset)
-    if name == "python":
-        return _python(threads, "asked for by name")
+    files = files_of(dataset)
+    decision = decide(io, files.size, memory_limit(), "pread" if name == "pread" else "io_uring")
+    if not raw or name == "python":
+        _refuse_direct(io, "engine='python' has no such reads" if raw else "lf-format reads coded blocks")
+        return _python(threads, "asked for by name") if raw else _records(name, threads, dataset)
     try:
-        from ._native_engine import NativeEngine
+        engine = _native(name, threads, pool, files, decision, io, depth)
     except ImportError as error:
+        _refuse_direct(io, f"the C module is not built ({error})")
         return _not_built(name, threads, error)
-    engine = NativeEngine(threads, pool, want_ring=name != "pread", by_name=name != "auto")
     if name == "io_uring" and engine.info().name != "io_uring":
         reason = engine.info().reason
         engine.close()
         raise EngineError(f"engine='io_uring' cannot be had: {reason}; or use engine='auto'")
+    return engine
+
+
+def _refuse_direct(io: str, why: str) -> None:
+    if io == "direct":
+        raise EngineError(f"io='direct' cannot be had: {why}; use io='auto' or io='buffered'")
+
+
+def _native(
+    name: str, threads: int, pool: Array, files: Files, decision: Decision, io: str, depth: int
+) -> Engine:
+    from ._native_engine import NativeEngine, open_direct
+
+    def make(decision: Decision) -> Engine:
+        opened = files
+        if decision.direct:
+            opened, (path, why) = open_direct(files)
+            if not opened.direct:
+                if io == "direct":
+                    raise refused(path, why)
+                decision = Decision(False, f"{decision.reason}, but no direct reads of {path}: {why}")
+        return NativeEngine(
+            threads, pool, opened, decision.reason, depth, want_ring=name != "pread", by_name=name != "auto"
+        )
+
+    engine = make(decision)
+    if io == "auto" and engine.info().io == "direct" and engine.info().name != "io_uring":
+        engine.close()
+        engine = make(decide(io, files.size, memory_limit(), engine.info().name))
     return engine
 
 
