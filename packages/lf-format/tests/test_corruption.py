@@ -56,7 +56,7 @@ def test_sums_of_lengths_do_not_wrap() -> None:
     lengths = np.full(40_000, 65_535, np.int32)
     assert int(cumulative(lengths)[-1]) == 40_000 * 65_535 > 2**31
     fields = (lff.Field("tokens", "tokens", "uint32", "input"),)
-    maps, raw = plane_maps(fields, lengths.astype("<u4"), np.array([0, 40_000]))
+    maps, raw = plane_maps(fields, [lengths.astype("<u4")], np.array([0, 40_000]))
     assert int(maps[0].within[-1]) == int(raw[0]) == 4 * 40_000 * 65_535 > 2**32
 
 

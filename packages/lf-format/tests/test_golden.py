@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 import lf_format as lff
@@ -26,6 +28,44 @@ FILES = {
     "wide32": (70_000, False, [([0, 65_535, 65_536, 69_999], None, True, True)]),
     "empty": (256, True, []),
 }
+
+SAMPLE_FIELDS = (
+    lff.Field.tokens(),
+    lff.Field.bits("loss_mask", role="loss_mask"),
+    lff.Field.image("pixels", (2, 3, 3)),
+    lff.Field.image("photo"),
+    lff.Field.tensor("cloud", "float32", (-1, 3), role="points"),
+    lff.Field.tensor("state", "float16", (2,), role="state"),
+    lff.Field.bits("action_mask", (3, 3), role="action_mask"),
+    lff.Field.tensor("episode", "int64", ()),
+    lff.Field.bytes("task", role="text"),
+)
+META = {"fps": 20, "note": "für Menschen"}
+
+
+def _samples() -> list[dict[str, Any]]:
+    return [
+        {
+            "input_ids": list(range(300 - n, 300)),
+            "loss_mask": [k % 2 for k in range(n)],
+            "pixels": np.arange(18).reshape(2, 3, 3) * n,
+            "photo": b"\xff\xd8\xff" + b"x" * n,
+            "cloud": np.arange(3 * (n - 1)).reshape(-1, 3) / 8,
+            "state": [0.5, -n],
+            "action_mask": np.eye(3, dtype=bool),
+            "episode": n - 4,
+            "task": f"task {n}".encode() if n > 1 else b"",
+        }
+        for n in (1, 9, 3)
+    ]
+
+
+def _write_samples(path: Path) -> None:
+    with lff.Writer(
+        path, fields=SAMPLE_FIELDS, vocab_size=300, buckets=(4, 16), tokenizer=TOKENIZER, meta=META, uuid=UUID
+    ) as writer:
+        for k, sample in enumerate(_samples()):
+            writer.append(sample, None, k == 0, k == 2)
 
 
 def _write(path: Path, name: str) -> None:
@@ -66,7 +106,27 @@ def test_writer_still_produces_the_golden_bytes(
     name: str, tmp_path: Path, write_golden: Callable[[str], bytes]
 ) -> None:
     # The creator names the program's version, which may change: header bytes 480..607 and the checksum over them.
-    found, golden = write_golden(name), (GOLDEN / f"{name}.loongbin").read_bytes()
+    _same_but_for_the_creator(write_golden(name), (GOLDEN / f"{name}.loongbin").read_bytes())
+
+
+def test_golden_samples_read_as_they_were_written() -> None:
+    path = GOLDEN / "samples.lfg"
+    assert lff.verify(path).problems == []
+    with lff.Reader(path) as reader:
+        assert (reader.fields, reader.meta, reader.buckets) == (SAMPLE_FIELDS, META, (4, 16))
+        records = [reader.record(i) for i in range(3)]
+    for record, k in zip(records, (0, 2, 1), strict=True):  # in bucket order
+        for name, value in _samples()[k].items():
+            found = record[name].tobytes() if isinstance(value, bytes) else record[name].tolist()
+            assert found == (value if isinstance(value, bytes) else np.asarray(value).tolist()), name
+
+
+def test_writer_still_produces_the_golden_samples(tmp_path: Path) -> None:
+    _write_samples(tmp_path / "a.lfg")
+    _same_but_for_the_creator((tmp_path / "a.lfg").read_bytes(), (GOLDEN / "samples.lfg").read_bytes())
+
+
+def _same_but_for_the_creator(found: bytes, golden: bytes) -> None:
     for part in (slice(0, 480), slice(608, 4088), slice(4096, None)):
         assert found[part] == golden[part]
 

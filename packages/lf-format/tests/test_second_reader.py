@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +17,8 @@ from hypothesis import strategies as st
 import lf_format as lff
 
 RAW_GOLDEN = [p for p in sorted((Path(__file__).parent / "golden").glob("*.loongbin")) if p.stem != "zstd"]
-WIDTHS = {"uint8": 1, "uint16": 2, "uint32": 4}
+SAMPLES = Path(__file__).parent / "golden" / "samples.lfg"
+WIDTHS = {"uint8": 1, "uint16": 2, "uint32": 4, "int32": 4, "float16": 2, "float32": 4, "int64": 8}
 FORMATS = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
@@ -37,7 +39,7 @@ def text(raw: bytes) -> str:
 
 
 class SecondReader:
-    """Sections 2-6 of SPEC.md in order."""
+    """Sections 2-6 of SPEC.md in order, and section 8 for a .lfg."""
 
     def __init__(self, raw: bytes) -> None:
         self.raw = raw
@@ -50,7 +52,9 @@ class SecondReader:
     def _header(self) -> None:
         raw = self.raw
         assert raw[:8] == bytes.fromhex("89 4C 46 42 0D 0A 1A 0A")
-        assert (u(raw, 8, 2), u(raw, 12, 4), u(raw, 32, 8), u(raw, 96, 4)) == (1, 4096, 0, 1)
+        assert (u(raw, 8, 2), u(raw, 12, 4), u(raw, 32, 8)) == (1, 4096, 0)
+        self.profile = u(raw, 96, 4)
+        assert self.profile in (1, 2)
         assert u(raw, 4088, 8) == h(raw[:4088])
         self.vocab_size = u(raw, 56, 8)
         self.tokenizer = text(raw[104:360]), text(raw[360:480])
@@ -86,8 +90,35 @@ class SecondReader:
         assert sum(self.columns["rec.length"]) == u(index, 24, 8) == self.n_tokens
         assert sum(self.columns["blk.count"]) == self.n_records
 
-    def field_size(self, field: dict[str, Any], length: int) -> int:
-        return (length + 7) // 8 if field["kind"] == "bits" else length * WIDTHS[field["dtype"]]
+    def items(self, field: dict[str, Any], i: int) -> int:
+        """Values of a field of record i."""
+        first, *rest = field["shape"] or [1]
+        if first == -1:
+            own = f"len.{field['name']}" if field is not self._length_field() else "rec.length"
+            first = self.columns["rec.length" if self.profile == 1 else own][i]
+        return first * math.prod(rest)
+
+    def _length_field(self) -> dict[str, Any] | None:
+        return next((f for f in self.schema["fields"] if f["kind"] == "tokens"), None)
+
+    def field_size(self, field: dict[str, Any], i: int) -> int:
+        items = self.items(field, i)
+        return (items + 7) // 8 if field["kind"] == "bits" else items * WIDTHS[field["dtype"]]
+
+    def samples(self) -> Iterator[dict[str, bytes]]:
+        """Field bytes of every record of a .lfg, bits as one byte each."""
+        first = 0
+        for block, count in enumerate(self.columns["blk.count"]):
+            ids = range(first, first + count)
+            for i, parts in zip(ids, self._parts(block, ids), strict=True):
+                sample = dict(zip((f["name"] for f in self.schema["fields"]), parts, strict=True))
+                for field in self.schema["fields"]:
+                    if field["kind"] == "bits":
+                        raw = sample[field["name"]]
+                        bits = [raw[j // 8] >> j % 8 & 1 for j in range(self.items(field, i))]
+                        sample[field["name"]] = bytes(bits)
+                yield sample
+            first += count
 
     def records(self) -> Iterator[tuple[list[int], list[bool] | None, int]]:
         """(tokens, loss mask, flags) of every record."""
@@ -98,6 +129,15 @@ class SecondReader:
             first += count
 
     def _block(self, block: int, ids: range) -> Iterator[tuple[list[int], list[bool] | None, int]]:
+        for i, parts in zip(ids, self._parts(block, ids), strict=True):
+            length = self.columns["rec.length"][i]
+            width = FORMATS[WIDTHS[self.schema["fields"][0]["dtype"]]]
+            tokens = list(struct.unpack(f"<{length}{width}", parts[0]))
+            mask = [bool(parts[1][j // 8] >> j % 8 & 1) for j in range(length)] if len(parts) == 2 else None
+            yield tokens, mask, self.columns["rec.flags"][i]
+
+    def _parts(self, block: int, ids: range) -> Iterator[list[bytes]]:
+        """Checked field bytes of the records of a block."""
         at = self.columns["blk.offset"][block]
         head = self.raw[at : at + 64]
         assert head[:4] == b"LFBK"
@@ -105,7 +145,7 @@ class SecondReader:
         assert (u(head, 6, 1), u(head, 12, 4), u(head, 16, 8)) == (0, len(ids), ids.start)
         payload = self.raw[at + 64 : at + 64 + u(head, 32, 8)]
         assert h(payload) == u(head, 40, 8) == self.columns["blk.hash"][block]
-        planes = self._planes(payload, [self.columns["rec.length"][i] for i in ids])
+        planes = self._planes(payload, ids)
         edges = [0, *self.schema["buckets"]]
         for k, i in enumerate(ids):
             parts = [plane[k] for plane in planes]
@@ -113,19 +153,15 @@ class SecondReader:
             for part in parts:
                 state = h(part, state)
             assert state % 2**32 == self.columns["rec.hash"][i]
-            length = self.columns["rec.length"][i]
-            assert edges[u(head, 4, 2)] < length <= edges[u(head, 4, 2) + 1]
-            width = FORMATS[WIDTHS[self.schema["fields"][0]["dtype"]]]
-            tokens = list(struct.unpack(f"<{length}{width}", parts[0]))
-            mask = [bool(parts[1][j // 8] >> j % 8 & 1) for j in range(length)] if len(parts) == 2 else None
-            yield tokens, mask, self.columns["rec.flags"][i]
+            assert edges[u(head, 4, 2)] < self.columns["rec.length"][i] <= edges[u(head, 4, 2) + 1]
+            yield parts
 
-    def _planes(self, payload: bytes, lengths: list[int]) -> list[list[bytes]]:
+    def _planes(self, payload: bytes, ids: range) -> list[list[bytes]]:
         planes, at = [], 0
         for field in self.schema["fields"]:
             at, plane = up(at, 64), []
-            for length in lengths:
-                size = self.field_size(field, length)
+            for i in ids:
+                size = self.field_size(field, i)
                 plane.append(payload[at : at + size])
                 at += size
             planes.append(plane)
@@ -165,3 +201,13 @@ def test_the_worked_example_of_the_record_hash() -> None:
     spec = (Path(__file__).parents[1] / "SPEC.md").read_text()
     assert f"0x{h(bytes([1, 2, 3])):016x}" in spec
     assert f"0x{h(bytes([1, 2, 3])) % 2**32:08x}" in spec
+
+
+def test_both_readers_agree_on_the_golden_samples() -> None:
+    second = SecondReader(SAMPLES.read_bytes())
+    with lff.Reader(SAMPLES) as reader:
+        assert second.schema["meta"] == reader.meta
+        assert f"{second.root:016x}" == reader.fingerprint
+        first = [{name: v.tobytes() for name, v in reader.record(i).items()} for i in range(len(reader))]
+    assert list(second.samples()) == first
+    assert len(first) == 3

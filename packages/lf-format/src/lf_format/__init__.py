@@ -2,13 +2,14 @@
 
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
+from lf_format._fields import Field
 from lf_format._merge import convert, merge
 from lf_format._overlap import OverlapReport, overlap
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
 from lf_format._salvage import SalvageReport, salvage
-from lf_format._schema import Field, TokenizerInfo
+from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
 from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
 from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, loads_tokenizer

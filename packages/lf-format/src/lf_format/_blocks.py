@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from lf_format import _layout as lay
+from lf_format._fields import Field
 from lf_format._index import Index
 from lf_format._records import record_hash
 
@@ -25,6 +27,7 @@ class StoredBlock:
         stored: the payload as stored.
         lengths, hashes, flags: one value a record, [records].
         max_id: largest token id.
+        counts: first axis of the ragged fields of a .lfg by field name, [records] each.
     """
 
     bucket: int
@@ -36,6 +39,7 @@ class StoredBlock:
     flags: Array
     max_id: int
     dictionary: int = 0
+    counts: Mapping[str, Array] = field(default_factory=dict)
 
     def header(self, first_record: int) -> lay.BlockHeader:
         """Header of the block when its first record has the number `first_record`."""
@@ -56,10 +60,13 @@ class PendingBlock:
         self.planes: list[list[bytes]] = [[] for _ in range(fields)]
         self.lengths: list[int] = []
         self.flags: list[int] = []
+        self.counts: list[list[int]] = []
         self.nbytes = 0
 
-    def add(self, parts: list[bytes], length: int, flags: int) -> None:
-        """One record: its bytes per field, tokens, and flags."""
+    def add(self, parts: list[bytes], length: int, flags: int, counts: list[int] | None = None) -> None:
+        """One record: its bytes per field, tokens, flags, and steps of every ragged field with own column."""
+        if counts is not None:
+            self.counts.append(counts)
         for plane, part in zip(self.planes, parts, strict=True):
             plane.append(part)
             self.nbytes += len(part)
@@ -79,15 +86,31 @@ class PendingBlock:
         hashes = [record_hash(parts) for parts in zip(*self.planes, strict=True)]
         return np.array(self.lengths, "<u4"), np.array(hashes, "<u4"), np.array(self.flags, "u1")
 
-    def max_id(self, dtype: np.dtype[Any]) -> int:
-        """Largest token id."""
-        return int(np.frombuffer(b"".join(self.planes[0]), dtype).max())
+    def step_columns(self, names: Sequence[str]) -> dict[str, Array]:
+        """Steps of the ragged fields `names`, in the order in which `add` was given them."""
+        return {name: np.array([steps[k] for steps in self.counts], "<u4") for k, name in enumerate(names)}
+
+    def max_id(self, fields: tuple[Field, ...]) -> int:
+        """Largest token id over all token fields; 0 without one."""
+        return max(
+            (
+                int(np.frombuffer(b"".join(plane), item.numpy_dtype).max(initial=0))
+                for plane, item in zip(self.planes, fields, strict=True)
+                if item.kind == "tokens"
+            ),
+            default=0,
+        )
 
 
 class IndexRows:
-    """Columns of the index while they grow: 9 bytes a record, not Python objects."""
+    """Columns of the index while they grow: 9 bytes a record, not Python objects.
 
-    def __init__(self) -> None:
+    Args:
+        counted: names of the ragged fields that have a column.
+    """
+
+    def __init__(self, counted: Sequence[str] = ()) -> None:
+        self._counts = {name: bytearray() for name in counted}
         self._lengths, self._hashes, self._flags = bytearray(), bytearray(), bytearray()
         self._blocks: list[tuple[int, ...]] = []
         self.records = 0
@@ -102,6 +125,8 @@ class IndexRows:
         self._lengths += block.lengths.astype("<u4").tobytes()
         self._hashes += block.hashes.astype("<u4").tobytes()
         self._flags += block.flags.astype("u1").tobytes()
+        for name, column in self._counts.items():
+            column += block.counts[name].astype("<u4").tobytes()
         sizes = (head.raw_len, head.stored_len, head.payload_hash)
         self._blocks.append((offset, head.n_records, head.bucket, head.codec, *sizes, block.max_id))
         self.records += head.n_records
@@ -109,9 +134,11 @@ class IndexRows:
     def index(self) -> Index:
         """The finished columns."""
         columns = zip(*self._blocks, strict=True) if self._blocks else [()] * 8
+        counts = {name: np.frombuffer(column, "<u4") for name, column in self._counts.items()}
         return Index(
             np.frombuffer(self._lengths, "<u4"),
             np.frombuffer(self._hashes, "<u4"),
             np.frombuffer(self._flags, "u1"),
             *(np.array(column, np.uint64) for column in columns),
+            counts=counts,
         )

@@ -28,6 +28,7 @@ class Dataset:
     Attributes:
         readers: one Reader per shard.
         buckets, vocab_size, tokenizer, fields, token_dtype: common to all shards.
+        meta: of the first shard (.lfg).
         fingerprint: 16 hex digits over the shards' fingerprints in order.
 
     Raises:
@@ -42,7 +43,7 @@ class Dataset:
         for other in self.readers[1:]:
             _check_same(first, other)
         self.buckets, self.vocab_size, self.tokenizer = first.buckets, first.vocab_size, first.tokenizer
-        self.fields, self.token_dtype = first.fields, first.token_dtype
+        self.fields, self.token_dtype, self.meta = first.fields, first.token_dtype, first.meta
         digests = b"".join(int(r.fingerprint, 16).to_bytes(8, "little") for r in self.readers)
         self.fingerprint = f"{xxh3(digests):016x}"
         self._first = cumulative(np.array([len(r) for r in self.readers], np.int64))
@@ -133,7 +134,7 @@ def _check_same(first: Reader, other: Reader) -> None:
 
 
 def open_dataset(source: Source, split: str | None = None) -> Dataset:
-    """Opens a file, a directory (its *.loongbin sorted by name) or a list of files as one Dataset.
+    """Opens a file, a directory (its *.loongbin and *.lfg sorted by name) or a list of files as one Dataset.
 
     Args:
         source: path or paths.
@@ -161,7 +162,9 @@ def shard_paths(source: Source, split: str | None = None) -> list[Path]:
     path = Path(source)
     if not path.is_dir():
         return [path]
-    found = sorted(p for p in path.iterdir() if p.suffix == ".loongbin" and not p.name.startswith("."))
+    found = sorted(
+        p for p in path.iterdir() if p.suffix in (".loongbin", ".lfg") and not p.name.startswith(".")
+    )
     splits = sorted({p.stem.split("-")[0] for p in found} & {"train", "eval"})
     if split is not None:
         found = [p for p in found if p.stem.split("-")[0] == split]
@@ -171,6 +174,6 @@ def shard_paths(source: Source, split: str | None = None) -> list[Path]:
         )
     if not found:
         raise FormatError(
-            "no .loongbin file in this directory", path=path, expected=split or "*.loongbin", found=0
+            "no .loongbin or .lfg file in this directory", path=path, expected=split or "*.loongbin", found=0
         )
     return found

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,8 @@ import numpy.typing as npt
 from lf_format import _layout as lay
 from lf_format._codecs import CODEC_NAMES, RAW
 from lf_format._errors import FormatError
-from lf_format._schema import Field, Schema
+from lf_format._fields import Field
+from lf_format._schema import Schema
 
 _DTYPES = {1: np.dtype("u1"), 2: np.dtype("<u2"), 3: np.dtype("<u4"), 4: np.dtype("<u8")}
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
@@ -34,7 +36,10 @@ Array = npt.NDArray[Any]
 
 @dataclass(frozen=True)
 class Index:
-    """Columns as read-only arrays: lengths, hashes, flags are [records], the others [blocks]."""
+    """Columns as read-only arrays: lengths, hashes, flags and each of `counts` are [records], others [blocks].
+
+    `counts` has the first axis of every ragged field of a .lfg by field name (columns `len.NAME`).
+    """
 
     lengths: Array
     hashes: Array
@@ -47,12 +52,15 @@ class Index:
     block_stored: Array
     block_hash: Array
     block_max_id: Array
+    counts: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
 
     def pack(self) -> bytes:
         """Bytes of the index, unaligned at its end."""
         columns = {
             name: np.ascontiguousarray(getattr(self, attr), dtype) for name, (attr, dtype) in _COLUMNS.items()
         }
+        for name, counts in self.counts.items():
+            columns[f"len.{name}"] = np.ascontiguousarray(counts, "<u4")
         head = lay.IndexHeader(
             len(columns), len(self.lengths), len(self.block_count), int(self.lengths.sum(dtype=np.int64))
         )
@@ -67,6 +75,10 @@ class Index:
             at += padded
         return b"".join(directory + parts)
 
+    def counts_of(self, schema: Schema) -> list[Array]:
+        """Steps of the first axis of every field, in schema order; the token count where it has no own column."""
+        return [self.counts.get(f.name, self.lengths) for f in schema.fields]
+
     def first_records(self) -> npt.NDArray[np.int64]:
         """Record id at which each block starts, int64[blocks + 1]."""
         return cumulative(self.block_count)
@@ -79,20 +91,27 @@ def cumulative(values: Array) -> npt.NDArray[np.int64]:
     return out
 
 
-def parse_index(raw: bytes, path: str, offset: int) -> Index:
-    """Index from its bytes (hash already checked); FormatError when a column is missing or does not fit."""
+def parse_index(raw: bytes, path: str, offset: int, ragged: Sequence[str] = ()) -> Index:
+    """Index from its bytes (hash already checked); FormatError when a column is missing or does not fit.
+
+    Args:
+        ragged: names of the fields that have a column `len.NAME`.
+    """
     header, directory = lay.parse_index_header(raw, path, offset)
     sizes = {"rec": header.n_records, "blk": header.n_blocks}
     found = {entry.name: entry for entry in directory}
-    columns: dict[str, Array] = {}
-    for name, (attr, dtype) in _COLUMNS.items():
+
+    def column(name: str, dtype: str, rows: int) -> Array:
         entry = found.get(name)
         if entry is None:
             raise FormatError(
                 "index column is missing", path=path, offset=offset, expected=name, found=sorted(found)
             )
-        columns[attr] = _column(raw, entry, np.dtype(dtype), sizes[name[:3]], path, offset)
-    index = Index(**columns)
+        return _column(raw, entry, np.dtype(dtype), rows, path, offset)
+
+    columns = {attr: column(name, dtype, sizes[name[:3]]) for name, (attr, dtype) in _COLUMNS.items()}
+    counts = {name: column(f"len.{name}", "<u4", header.n_records) for name in ragged}
+    index = Index(**columns, counts=counts)
     total = int(index.lengths.sum(dtype=np.int64))
     if total != header.n_tokens:
         raise FormatError(
@@ -130,13 +149,13 @@ class PlaneMap:
 
 
 def plane_maps(
-    schema_fields: tuple[Field, ...], lengths: Array, first: Array
+    schema_fields: tuple[Field, ...], counts: Sequence[Array], first: Array
 ) -> tuple[list[PlaneMap], Array]:
     """Planes of every field, and the decoded bytes of each block.
 
     Args:
         schema_fields: in payload order.
-        lengths: tokens per record, [records].
+        counts: steps of the first axis of every field, [records] each (Index.counts_of).
         first: record id at which each block starts, int64[blocks + 1].
 
     Returns:
@@ -144,8 +163,8 @@ def plane_maps(
     """
     end = np.zeros(len(first) - 1, np.int64)
     maps = []
-    for field in schema_fields:
-        within = cumulative(field.nbytes(lengths))
+    for item, steps in zip(schema_fields, counts, strict=True):
+        within = cumulative(item.nbytes(steps))
         plane = -(-end // lay.BLOCK_ALIGN) * lay.BLOCK_ALIGN
         end = plane + within[first[1:]] - within[first[:-1]]
         maps.append(PlaneMap(within, plane))
@@ -219,7 +238,14 @@ def _check_records(index: Index, schema: Schema, first: Array, path: str, offset
         index.lengths > high, "record is too long for its bucket", high, index.lengths, path, offset, "record"
     )
     _refuse(index.flags > 3, "record flags", "<= 3", index.flags, path, offset, "record")
-    _, raw = plane_maps(schema.fields, index.lengths, first)
+    for item in schema.counted:  # bounded before they are summed: a hostile count must not wrap the sums
+        steps, most = index.counts[item.name], item.max_count()
+        _refuse(steps > most, f"size of {item.name}", f"<= {most}", steps, path, offset, "record")
+    fixed = schema.tokens
+    if fixed is None or not fixed.ragged:
+        want = 1 if fixed is None else fixed.shape[0]
+        _refuse(index.lengths != want, "record length", want, index.lengths, path, offset, "record")
+    _, raw = plane_maps(schema.fields, index.counts_of(schema), first)
     _refuse(
         index.block_raw != raw.astype(np.uint64),
         "decoded length",

@@ -14,7 +14,7 @@ TRAILER_MAGIC = b"\x89LFT\r\n\x1a\n"
 BLOCK_MAGIC = b"LFBK"
 INDEX_MAGIC = b"LFIX"
 MAJOR, MINOR = 1, 0
-PROFILE_LOONGBIN = 1
+PROFILE_LOONGBIN, PROFILE_LFG = 1, 2
 
 SECTION_ALIGN = 4096  # O_DIRECT and registered buffers want page-aligned sections
 BLOCK_ALIGN = 64  # one cache line; 4 KiB per block would cost 8 % on compressed 25 KiB blocks
@@ -135,7 +135,7 @@ def parse_header(raw: bytes, path: str) -> Header:
     """Header from the first 4 KiB of a file; FormatError naming what is wrong."""
     place = Place(path)
     place.require(len(raw) >= HEADER_SIZE, "file is too short for a header", 0, HEADER_SIZE, len(raw))
-    place.require(raw[:8] == HEADER_MAGIC, "not a .loongbin file", 0, HEADER_MAGIC, raw[:8])
+    place.require(raw[:8] == HEADER_MAGIC, "not a .loongbin or .lfg file", 0, HEADER_MAGIC, raw[:8])
     _check_sum(raw, _HEADER_CHECK_AT, "header", place)
     (
         _,
@@ -170,7 +170,8 @@ def _check_header(header: Header, place: Place) -> None:
     require(2 <= length <= MAX_SCHEMA_BYTES, "schema length", 72, f"2..{MAX_SCHEMA_BYTES}", length)
     data = align(HEADER_SIZE + length, SECTION_ALIGN)
     require(header.data_offset == data, "data offset", 88, data, header.data_offset)
-    require(header.profile == PROFILE_LOONGBIN, "unsupported profile", 96, PROFILE_LOONGBIN, header.profile)
+    known = (PROFILE_LOONGBIN, PROFILE_LFG)
+    require(header.profile in known, "unsupported profile", 96, "1 or 2", header.profile)
 
 
 class BlockHeader(NamedTuple):

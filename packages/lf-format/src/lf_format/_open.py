@@ -47,10 +47,11 @@ def load(fd: int, path: str) -> Opened:
     place.require(at >= header.data_offset, "file is truncated", size, f"> {header.data_offset} bytes", size)
     trailer = lay.parse_trailer(read_exact(fd, lay.TRAILER_SIZE, at, path), path, at)
     schema_raw = _hashed(fd, header.schema_offset, header.schema_len, header.schema_hash, "schema", path)
-    schema = parse_schema(schema_raw, header.vocab_size, path, header.schema_offset)
+    schema = parse_schema(schema_raw, header.vocab_size, path, header.schema_offset, header.profile)
     start, data = trailer.index_offset, header.data_offset
     place.require(start >= data, "index offset", at + 8, f">= {data}", start)
-    index = parse_index(_hashed(fd, start, trailer.index_len, trailer.index_hash, "index", path), path, start)
+    index_raw = _hashed(fd, start, trailer.index_len, trailer.index_hash, "index", path)
+    index = parse_index(index_raw, path, start, [f.name for f in schema.counted])
     _check_totals(raw, trailer, index, path)
     check_index(index, schema, header.vocab_size, (data, start), path)
     return Opened(header, schema, trailer, index)

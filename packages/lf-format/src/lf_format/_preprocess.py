@@ -18,10 +18,11 @@ from lf_format._atomic import sync_directory
 from lf_format._documents import Document, Inputs, file_documents, input_files
 from lf_format._encode import Encoded, encoded
 from lf_format._errors import FormatError, InputError
+from lf_format._fields import TOKEN_DTYPES
 from lf_format._layout import MAX_RECORD_TOKENS
 from lf_format._npz import largest_id, npz_members
 from lf_format._records import check_mask, check_tokens
-from lf_format._schema import TOKEN_DTYPES, TokenizerInfo, token_dtype
+from lf_format._schema import TokenizerInfo, token_dtype
 from lf_format._split import bucket_edges, choose_eval, document_key, pieces
 from lf_format._spool import Spool
 from lf_format._tokenizers import ByteTokenizer, Tokenizer, load_tokenizer

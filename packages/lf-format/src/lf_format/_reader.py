@@ -16,10 +16,11 @@ import numpy.typing as npt
 from lf_format import _layout as lay
 from lf_format._codecs import RAW, decode
 from lf_format._errors import FormatError, Place
-from lf_format._index import PlaneMap, plane_maps
+from lf_format._fields import Field
+from lf_format._index import PlaneMap, cumulative, plane_maps
 from lf_format._open import load, read_exact
 from lf_format._records import Record, record_hash
-from lf_format._schema import Field, TokenizerInfo
+from lf_format._schema import TokenizerInfo
 
 Array = npt.NDArray[Any]
 
@@ -51,6 +52,7 @@ class Reader:
         buckets: bucket edges in tokens, increasing.
         fields: Fields in payload order.
         token_dtype: numpy dtype of the ids.
+        meta: the JSON object of a .lfg; empty in a .loongbin.
         fingerprint: 16 hex digits over schema, vocabulary, tokenizer and all content.
         lengths: tokens per record, uint32[n], read-only.
         flags: bit 0 starts, bit 1 ends a document, uint8[n], read-only.
@@ -65,7 +67,7 @@ class Reader:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self.path = os.fspath(path)
         if not stat.S_ISREG(os.stat(self.path).st_mode):  # opening a FIFO would wait for a writer
-            raise FormatError("not a regular file", path=self.path, expected="a .loongbin file")
+            raise FormatError("not a regular file", path=self.path, expected="a .loongbin or .lfg file")
         self._fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             opened = load(self._fd, self.path)
@@ -81,13 +83,15 @@ class Reader:
         self.buckets = opened.schema.buckets
         self.fields: tuple[Field, ...] = opened.schema.fields
         self.token_dtype = opened.schema.numpy_dtype
+        self.meta = opened.schema.meta
         self.fingerprint = f"{opened.trailer.root_hash:016x}"
         self.lengths: npt.NDArray[np.uint32] = opened.index.lengths
         self.flags: npt.NDArray[np.uint8] = opened.index.flags
         self.codecs_raw = bool((opened.index.block_codec == RAW).all())
         self._first = opened.index.first_records()
         self._first_of_block: list[int] = self._first.tolist()  # bisect is 5 us faster than numpy for one id
-        self._maps, _ = plane_maps(self.fields, self.lengths, self._first)
+        self._counts = opened.index.counts_of(opened.schema)
+        self._maps, _ = plane_maps(self.fields, self._counts, self._first)
         self._decoded: tuple[int, bytes] = (-1, b"")
 
     def __len__(self) -> int:
@@ -123,7 +127,13 @@ class Reader:
         if not 0 <= i < len(self.lengths):
             raise IndexError(f"record {i} of {len(self.lengths)} in {self.path}")
         block = bisect_right(self._first_of_block, i) - 1
-        parts = self._field_bytes(i, block)
+        return self._assemble(i, self._checked_bytes(i, block))
+
+    def _checked_bytes(
+        self, i: int, block: int, targets: dict[int, npt.NDArray[np.uint8]] | None = None
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Bytes of each field, of the record hash; field k is read into `targets[k]` where there is one."""
+        parts = self._field_bytes(i, block, targets or {})
         found, expected = record_hash([part.data for part in parts]), int(self.opened.index.hashes[i])
         if found != expected:
             offset = self._payload_at(block) + self._in_payload(self._maps[0], i, block)
@@ -131,20 +141,22 @@ class Reader:
                 "record hash",
                 path=self.path, offset=offset, record=i, expected=hex(expected), found=hex(found),
             )  # fmt: skip
-        return self._assemble(i, parts)
+        return parts
 
     def _assemble(self, i: int, parts: list[npt.NDArray[np.uint8]]) -> Record:
-        tokens = parts[0].view(self.token_dtype)
-        self._check_ids(i, tokens, self.vocab_size)
-        mask = None
-        if len(parts) > 1:
-            bits = np.unpackbits(parts[1], bitorder="little")
-            if bits[len(tokens) :].any():
-                raise FormatError(
-                    "spare bits of the loss mask", path=self.path, record=i, expected=0, found=1
-                )
-            mask = bits[: len(tokens)].astype(bool)
-        return Record(tokens, mask, int(self.flags[i]))
+        values: dict[str, Array] = {}
+        for field, part, counts in zip(self.fields, parts, self._counts, strict=True):
+            value = field.decode(part, int(counts[i]))
+            if value is None:
+                what = f"spare bits of the {field.name.replace('_', ' ')}"
+                raise FormatError(what, path=self.path, record=i, expected=0, found=1)
+            if field.kind == "tokens":
+                self._check_ids(i, value, self.vocab_size)
+            values[field.name] = value
+        schema = self.opened.schema
+        tokens = values[schema.tokens.name] if schema.tokens else np.zeros(0, self.token_dtype)
+        mask = next((values[f.name] for f in self.fields if f.role == "loss_mask"), None)
+        return Record(tokens, mask, int(self.flags[i]), values)
 
     def _payload_at(self, block: int) -> int:
         return int(self.opened.index.block_offset[block]) + lay.BLOCK_HEADER_SIZE
@@ -152,23 +164,116 @@ class Reader:
     def _in_payload(self, plane: PlaneMap, i: int, block: int) -> int:
         return int(plane.plane[block] + plane.within[i] - plane.within[self._first[block]])
 
-    def _field_bytes(self, i: int, block: int) -> list[npt.NDArray[np.uint8]]:
-        """Fresh bytes of each field of record `i`."""
+    def _field_bytes(
+        self, i: int, block: int, targets: dict[int, npt.NDArray[np.uint8]]
+    ) -> list[npt.NDArray[np.uint8]]:
+        """Bytes of each field of record `i`, in `targets` or fresh."""
         sizes = [int(m.within[i + 1] - m.within[i]) for m in self._maps]
         starts = [self._in_payload(m, i, block) for m in self._maps]
+        parts = [targets[k] if k in targets else np.empty(size, np.uint8) for k, size in enumerate(sizes)]
         if self.opened.index.block_codec[block] == RAW:
-            base = self._payload_at(block)
-            return [self._pread(size, base + start) for size, start in zip(sizes, starts, strict=True)]
+            self._scatter(parts, starts, self._payload_at(block))
+            return parts
         payload = np.frombuffer(self.block_payload(block), np.uint8)
-        return [payload[start : start + size].copy() for size, start in zip(sizes, starts, strict=True)]
+        for part, start, size in zip(parts, starts, sizes, strict=True):
+            part[:] = payload[start : start + size]
+        return parts
 
-    def _pread(self, size: int, offset: int) -> npt.NDArray[np.uint8]:
-        out = np.empty(size, np.uint8)
-        done = os.preadv(self.fileno(), [out.data], offset)
-        if done != size:  # the end of the file, or a signal: the slow path tells them apart
-            rest = read_exact(self.fileno(), size - done, offset + done, self.path)
-            out[done:] = np.frombuffer(rest, np.uint8)
-        return out
+    def _scatter(self, parts: list[npt.NDArray[np.uint8]], starts: list[int], base: int) -> None:
+        """Reads `parts` from payload offsets `starts`; in one call where the gaps between them are small."""
+        gaps = [b - a - len(p) for a, b, p in zip(starts, starts[1:], parts, strict=False)]
+        if not gaps or max(gaps) >= lay.BLOCK_ALIGN:
+            for part, start in zip(parts, starts, strict=True):
+                self._pread([part], base + start)
+            return
+        spare = np.empty(lay.BLOCK_ALIGN, np.uint8)
+        views = [v for part, gap in zip(parts, [*gaps, 0], strict=True) for v in (part, spare[:gap])]
+        self._pread([v for v in views if len(v)], base + starts[0])
+
+    def _pread(self, views: list[npt.NDArray[np.uint8]], offset: int) -> None:
+        want = sum(map(len, views))
+        done = os.preadv(self.fileno(), [v.data for v in views], offset)
+        if done == want:
+            return
+        for view in views:  # the end of the file, or a signal: the slow path tells them apart
+            view[:] = np.frombuffer(read_exact(self.fileno(), len(view), offset, self.path), np.uint8)
+            offset += len(view)
+
+    def gather(
+        self, ids: object, field: str, out: Array | None = None, check: bool = True
+    ) -> Array | tuple[Array, npt.NDArray[np.int64]]:
+        """One field of the records `ids` (integers, shape [n], any order), as one array.
+
+        Args:
+            out: C-contiguous array of the result's shape and dtype to fill (page-locked memory, for example);
+                for fields of a fixed shape other than bits.
+            check: compare every record's hash, which reads the other fields too; without it, raw blocks give
+                whatever bytes the disk holds.
+
+        Returns:
+            [n, *shape] in the field's dtype (bool for bits); for a ragged field (values of all records one
+            after the other, int64[n + 1] where each begins).
+
+        Raises:
+            FormatError: unknown field, an `out` that does not fit, or damage. IndexError: ids out of range.
+        """
+        names = [f.name for f in self.fields]
+        if field not in names:
+            raise FormatError("field", path=self.path, expected=names, found=field)
+        k = names.index(field)
+        item, rows = self.fields[k], self._checked_ids(ids)
+        sizes = self._maps[k].within[rows + 1] - self._maps[k].within[rows]
+        if out is not None and (item.ragged or item.kind == "bits"):
+            raise FormatError(
+                "out is for fields of a fixed shape other than bits", path=self.path, found=field
+            )
+        buffer = np.empty(int(sizes.sum()), np.uint8) if out is None else self._flat(out, item, len(rows))
+        ends = cumulative(sizes).tolist()
+        blocks = (np.searchsorted(self._first, rows, "right") - 1).tolist()
+        for row, (i, block) in enumerate(zip(rows.tolist(), blocks, strict=True)):
+            target = buffer[ends[row] : ends[row + 1]]
+            if check:
+                self._checked_bytes(i, block, {k: target})
+            elif self.opened.index.block_codec[block] == RAW:
+                start = self._in_payload(self._maps[k], i, block)
+                self._pread([target], self._payload_at(block) + start)
+            else:
+                self._field_bytes(i, block, {k: target})
+        if item.kind == "tokens":
+            self._check_gathered(buffer, rows, ends)
+        return self._shaped(item, k, rows, buffer, ends) if out is None else out
+
+    def _flat(self, out: Array, item: Field, n: int) -> npt.NDArray[np.uint8]:
+        shape, found = (n, *item.shape), (out.shape, out.dtype)
+        if found != (shape, item.numpy_dtype) or not out.flags.c_contiguous:
+            expected = f"C-contiguous {item.numpy_dtype} {shape}"
+            raise FormatError("out", path=self.path, expected=expected, found=f"{out.dtype} {out.shape}")
+        return out.reshape(-1).view(np.uint8)
+
+    def _check_gathered(self, buffer: npt.NDArray[np.uint8], rows: Array, ends: list[int]) -> None:
+        for row, i in enumerate(rows.tolist()):
+            self._check_ids(i, buffer[ends[row] : ends[row + 1]].view(self.token_dtype), self.vocab_size)
+
+    def _shaped(
+        self, item: Field, k: int, rows: Array, buffer: npt.NDArray[np.uint8], ends: list[int]
+    ) -> Array | tuple[Array, npt.NDArray[np.int64]]:
+        if item.kind == "bits":  # each record begins at a byte of its own
+            values: list[Array] = []
+            for row, i in enumerate(rows.tolist()):
+                bits = item.decode(buffer[ends[row] : ends[row + 1]], int(self._counts[k][i]))
+                if bits is None:
+                    what = f"spare bits of {item.name}"
+                    raise FormatError(what, path=self.path, record=i, expected=0, found=1)
+                values.append(bits)
+            shape = item.shape[1:] if item.ragged else (0, *item.shape)
+            joined = np.concatenate if item.ragged else np.stack
+            whole: Array = joined(values) if values else np.zeros((0, *shape) if item.ragged else shape, bool)
+        else:
+            whole = buffer.view(item.numpy_dtype)
+            whole = (
+                whole.reshape(-1, *item.shape[1:]) if item.ragged else whole.reshape(len(rows), *item.shape)
+            )
+        return (whole, cumulative(self._counts[k][rows])) if item.ragged else whole
 
     def block_payload(self, block: int) -> bytes:
         """Decoded payload of block `block`, hash checked. The last one is kept: its records come in runs."""
@@ -240,13 +345,19 @@ class Reader:
         """FormatError naming file, record and id of the first id >= `vocab_size`; reads only suspect blocks."""
         for block in np.flatnonzero(self.opened.index.block_max_id >= vocab_size).tolist():
             for i in range(int(self._first[block]), int(self._first[block + 1])):
-                self._check_ids(i, self.record(i).tokens, vocab_size)
+                record = self.record(i)
+                for field in self.fields:
+                    if field.kind == "tokens":
+                        self._check_ids(i, record[field.name], vocab_size)
             place = Place(self.path, self.opened.trailer.index_offset)
             place.require(False, f"largest id of block {block}", 0, f">= {vocab_size} in a record", "none")
 
     def _check_ids(self, i: int, tokens: Array, vocab_size: int) -> None:
-        if int(tokens.max()) >= vocab_size:
-            at = int((tokens >= vocab_size).argmax())
+        ids = (
+            tokens.view(f"u{tokens.itemsize}") if tokens.dtype.kind == "i" else tokens
+        )  # negative = too large
+        if int(ids.max(initial=0)) >= vocab_size:
+            at = int((ids >= vocab_size).argmax())
             raise FormatError(
                 "token id outside the vocabulary",
                 path=self.path, record=i, position=at, expected=f"< {vocab_size}", found=int(tokens[at]),

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from dataclasses import field as default
 from typing import Any
 
 import numpy as np
@@ -17,18 +18,29 @@ Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True)
-class Record:
-    """One stored sequence.
+class Record(Mapping[str, Array]):
+    """One stored record: a mapping of its fields, with names for the token part.
 
     Attributes:
-        tokens: ids, shape [length], the file's token dtype; owned by the caller.
-        loss_mask: bool, shape [length]; None when the file has no such field.
-        flags: bit 0 = starts a document, bit 1 = ends it.
+        tokens: ids, shape [length], the file's token dtype; owned by the caller. Empty in a .lfg without ids.
+        loss_mask: bool, shape [length]; None when the file has no field of the role "loss_mask".
+        flags: bit 0 = starts a document (an episode), bit 1 = ends it.
+        fields: every field by name, owned by the caller.
     """
 
     tokens: Array
     loss_mask: npt.NDArray[np.bool_] | None
     flags: int
+    fields: Mapping[str, Array] = default(default_factory=dict, repr=False)
+
+    def __getitem__(self, name: str) -> Array:
+        return self.fields[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.fields)
+
+    def __len__(self) -> int:
+        return len(self.fields)
 
 
 def record_hash(field_bytes: Iterable[bytes | memoryview]) -> int:

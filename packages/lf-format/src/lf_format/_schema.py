@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import itertools
 import json
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
+from dataclasses import field as default
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lf_format._errors import FormatError
-from lf_format._layout import MAX_RECORD_TOKENS, MAX_VOCAB
+from lf_format._fields import MAX_FIELDS, SAMPLE_TOKEN_DTYPES, Field, check_field
+from lf_format._layout import MAX_RECORD_TOKENS, MAX_VOCAB, PROFILE_LFG, PROFILE_LOONGBIN
 
 SCHEMA_VERSION = 1
 MAX_BUCKETS = 65_535
-_WIDTHS = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
-TOKEN_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _WIDTHS.items()}
 
 
 @dataclass(frozen=True)
@@ -33,32 +33,6 @@ class TokenizerInfo:
     hash: str
 
 
-@dataclass(frozen=True)
-class Field:
-    """One field of every record.
-
-    Attributes:
-        name: "tokens" or "loss_mask" in version 1.0.
-        kind: "tokens" (unsigned integers) or "bits" (one bit per token, packed per record).
-        dtype: "uint8", "uint16", "uint32" for tokens; "bit" for bits.
-        role: what a trainer does with it: "input" or "loss_mask".
-    """
-
-    name: str
-    kind: str
-    dtype: str
-    role: str
-
-    def nbytes(self, lengths: npt.NDArray[Any]) -> npt.NDArray[np.int64]:
-        """Bytes that records of `lengths` tokens (integers, shape [n]) take in this field: int64[n]."""
-        wide = lengths.astype(np.int64)
-        return (wide + 7) // 8 if self.kind == "bits" else wide * TOKEN_DTYPES[self.dtype].itemsize
-
-    def nbytes_of(self, length: int) -> int:
-        """Bytes of one record of `length` tokens."""
-        return (length + 7) // 8 if self.kind == "bits" else length * TOKEN_DTYPES[self.dtype].itemsize
-
-
 LOSS_MASK = Field("loss_mask", "bits", "bit", "loss_mask")
 
 
@@ -73,33 +47,75 @@ def token_dtype(vocab_size: int) -> str:
 
 @dataclass(frozen=True)
 class Schema:
-    """Fields in payload order, and bucket edges: a record lies in the first bucket whose edge holds it."""
+    """What every record of a file holds.
+
+    Attributes:
+        fields: in payload order.
+        buckets: edges in tokens; a record lies in the first bucket whose edge holds it.
+        profile: PROFILE_LOONGBIN or PROFILE_LFG.
+        meta: a JSON object for people and trainers, stored with the fields of a .lfg.
+    """
 
     fields: tuple[Field, ...]
     buckets: tuple[int, ...]
+    profile: int = PROFILE_LOONGBIN
+    meta: Mapping[str, Any] = default(default_factory=dict, hash=False)
 
     @classmethod
     def of(cls, vocab_size: int, buckets: tuple[int, ...], loss_mask: bool) -> Schema:
-        """The schema a writer uses; FormatError when vocabulary or buckets are out of range."""
+        """The schema of a .loongbin; FormatError when vocabulary or buckets are out of range."""
         tokens = Field("tokens", "tokens", token_dtype(vocab_size), "input")
         schema = cls((tokens, LOSS_MASK) if loss_mask else (tokens,), buckets)
         schema._check()
         return schema
 
+    @classmethod
+    def of_samples(
+        cls, fields: tuple[Field, ...], vocab_size: int, buckets: tuple[int, ...], meta: Mapping[str, Any]
+    ) -> Schema:
+        """The schema of a .lfg; FormatError for fields, buckets or vocabulary it cannot have."""
+        token_dtype(vocab_size)  # refuses a size out of range
+        if not 1 <= len(fields) <= MAX_FIELDS:
+            raise FormatError("number of fields", expected=f"1..{MAX_FIELDS}", found=len(fields))
+        for field in fields:
+            check_field(field, vocab_size)
+        names = [f.name for f in fields]
+        if len(set(names)) < len(names):
+            raise FormatError("field names must differ", found=_clip(names))
+        schema = cls(fields, buckets, PROFILE_LFG, meta)
+        schema._check()
+        return schema
+
+    @property
+    def tokens(self) -> Field | None:
+        """The field that gives a record its length and bucket; None in a .lfg without token ids."""
+        return next((f for f in self.fields if f.kind == "tokens"), None)
+
     @property
     def numpy_dtype(self) -> np.dtype[Any]:
-        """Dtype of the token field."""
-        return TOKEN_DTYPES[self.fields[0].dtype]
+        """Dtype of the token field; uint8 when there is none."""
+        return SAMPLE_TOKEN_DTYPES[self.tokens.dtype if self.tokens else "uint8"]
+
+    @property
+    def counted(self) -> tuple[Field, ...]:
+        """Ragged fields with an index column of their own; the others follow from the record's length."""
+        if self.profile == PROFILE_LOONGBIN:
+            return ()
+        return tuple(f for f in self.fields if f.ragged and f is not self.tokens)
 
     def to_json(self) -> bytes:
         """Canonical UTF-8 JSON: sorted keys, no spaces."""
-        return _canonical(
-            {
-                "version": SCHEMA_VERSION,
-                "buckets": list(self.buckets),
-                "fields": [_spell(f) for f in self.fields],
-            }
-        )
+        value: dict[str, Any] = {
+            "version": SCHEMA_VERSION,
+            "buckets": list(self.buckets),
+            "fields": [_spell(f) for f in self.fields],
+        }
+        if self.profile == PROFILE_LFG:
+            value["meta"] = dict(self.meta)
+        try:
+            return _canonical(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            raise FormatError(f"meta is not JSON: {error}") from None
 
     def _check(self) -> None:
         edges = self.buckets
@@ -116,7 +132,7 @@ class Schema:
 
 
 def _spell(field: Field) -> dict[str, Any]:
-    return asdict(field) | {"codec": "block", "shape": [-1]}
+    return asdict(field) | {"codec": "block", "shape": list(field.shape)}
 
 
 def _clip(value: object) -> str:
@@ -125,10 +141,13 @@ def _clip(value: object) -> str:
 
 
 def _canonical(value: object) -> bytes:
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode("utf-8")
+    text = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)
+    return text.encode("utf-8")
 
 
-def parse_schema(raw: bytes, vocab_size: int, path: str, offset: int) -> Schema:
+def parse_schema(
+    raw: bytes, vocab_size: int, path: str, offset: int, profile: int = PROFILE_LOONGBIN
+) -> Schema:
     """Schema from its canonical JSON; FormatError for anything that version 1.0 cannot read exactly."""
 
     def refuse(what: str, expected: object, found: object) -> FormatError:
@@ -146,6 +165,11 @@ def parse_schema(raw: bytes, vocab_size: int, path: str, offset: int) -> Schema:
         )
     if value.get("version") != SCHEMA_VERSION:
         raise refuse("schema version", SCHEMA_VERSION, value.get("version"))
+    if profile == PROFILE_LFG:
+        try:
+            return _parse_samples(value, vocab_size)
+        except (FormatError, TypeError, KeyError, AttributeError) as error:
+            raise refuse(f"schema of samples: {error}", "fields of SPEC.md section 8", raw[:60]) from None
     for loss_mask in (False, True):
         try:
             schema = Schema.of(vocab_size, tuple(value["buckets"]), loss_mask)
@@ -158,3 +182,14 @@ def parse_schema(raw: bytes, vocab_size: int, path: str, offset: int) -> Schema:
         "tokens of the width of the vocabulary, then optionally loss_mask",
         value.get("fields"),
     )
+
+
+def _parse_samples(value: dict[str, Any], vocab_size: int) -> Schema:
+    """Schema of a .lfg; any of the errors caught above when `value` does not have its form."""
+    fields = tuple(
+        Field(f["name"], f["kind"], f["dtype"], f["role"], tuple(f["shape"])) for f in value["fields"]
+    )
+    meta = value["meta"]
+    if [_spell(f) for f in fields] != value["fields"] or not isinstance(meta, dict):
+        raise FormatError("keys of a field are codec, dtype, kind, name, role, shape; meta is an object")
+    return Schema.of_samples(fields, vocab_size, tuple(value["buckets"]), meta)

@@ -130,23 +130,25 @@ class _Scan:
 
     def _content(self, block: int, rows: range, payload: bytes) -> Iterator[Problem]:
         """Problems of a decoded payload whose hash is right; offsets count from its start."""
-        lengths = self.index.lengths[rows.start : rows.stop]
-        planes, view, end = [], memoryview(payload), 0
-        for field in self.reader.fields:
+        schema = self.reader.opened.schema
+        counts = [c[rows.start : rows.stop] for c in self.index.counts_of(schema)]
+        planes, view, end, largest = [], memoryview(payload), 0, 0
+        for field, steps in zip(schema.fields, counts, strict=True):
             start = lay.align(end, lay.BLOCK_ALIGN)
             if any(payload[end:start]):
                 yield end, f"padding before plane {field.name} is not zero"
-            ends = start + cumulative(field.nbytes(lengths))
+            ends = start + cumulative(field.nbytes(steps))
             planes.append([view[a:b] for a, b in itertools.pairwise(ends.tolist())])
             end = int(ends[-1])
         for i, *parts in zip(rows, *planes, strict=True):
             if record_hash(parts) != self.index.hashes[i]:
                 yield 0, f"record {i}: record hash"
-        if len(planes) == 2 and any(
-            m[-1] >> n % 8 for m, n in zip(planes[1], lengths.tolist(), strict=True) if n % 8
-        ):
-            yield 0, "spare bits of a loss mask are not zero"
-        largest = int(np.frombuffer(payload, self.reader.token_dtype, int(lengths.sum(dtype=np.int64))).max())
+        for field, steps, plane in zip(schema.fields, counts, planes, strict=True):
+            if field.kind == "bits" and not all(map(field.spare_bits_zero, plane, steps.tolist())):
+                yield 0, f"spare bits of a {field.name.replace('_', ' ')} are not zero"
+            if field.kind == "tokens":  # unsigned, so that a negative id is a large one
+                ids = np.frombuffer(b"".join(plane), np.dtype(f"<u{field.numpy_dtype.itemsize}"))
+                largest = max(largest, int(ids.max(initial=0)))
         if largest != int(self.index.block_max_id[block]):
             yield 0, f"largest id (expected {self.index.block_max_id[block]}, found {largest})"
 

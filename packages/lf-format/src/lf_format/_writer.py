@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import uuid as uuid_module
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +21,9 @@ from lf_format._atomic import AtomicFile
 from lf_format._blocks import IndexRows, PendingBlock, StoredBlock
 from lf_format._codecs import CODEC_IDS, encode
 from lf_format._errors import FormatError, InputError
+from lf_format._fields import Field
 from lf_format._records import check_mask, check_tokens, pack_bits
+from lf_format._samples import encode_sample
 from lf_format._schema import Schema, TokenizerInfo
 
 DEFAULT_BLOCK_BYTES = 131_072
@@ -39,14 +41,17 @@ class WriteReport:
 
 
 class Writer:
-    """Writes one .loongbin file; a context manager. Not for use by several threads at once.
+    """Writes one .loongbin or, when `fields` are given, .lfg file; a context manager. For one thread.
 
     Args:
         path: final name. Until `close` the data lie under a temporary name in the same directory.
         vocab_size: ids are 0..vocab_size-1; decides the stored width (uint8, uint16 or uint32).
         tokenizer: which tokenizer made the ids.
         buckets: increasing lengths in tokens; a record goes to the first bucket that holds it.
-        loss_mask: store one bit per token.
+        loss_mask: store one bit per token (.loongbin).
+        fields: what a sample holds (.lfg); vocabulary, tokenizer and, when the number of token ids is fixed or
+            zero, buckets may be left out then.
+        meta: a JSON object kept with the fields (.lfg).
         codec: "raw" (fixed offsets, read without decoding) or "zstd".
         block_bytes: decoded size at which a block is closed; 64-256 KiB is sensible.
         zstd_level: for codec "zstd".
@@ -61,10 +66,12 @@ class Writer:
         self,
         path: str | os.PathLike[str],
         *,
-        vocab_size: int,
-        tokenizer: TokenizerInfo,
-        buckets: Sequence[int],
+        vocab_size: int | None = None,
+        tokenizer: TokenizerInfo | None = None,
+        buckets: Sequence[int] | None = None,
         loss_mask: bool = False,
+        fields: Sequence[Field] | None = None,
+        meta: Mapping[str, Any] | None = None,
         codec: str = "raw",
         block_bytes: int = DEFAULT_BLOCK_BYTES,
         zstd_level: int = 3,
@@ -77,9 +84,12 @@ class Writer:
             raise FormatError("block_bytes", expected=f"1..{lay.MAX_BLOCK_BYTES}", found=block_bytes)
         if uuid is not None and len(uuid) != 16:
             raise FormatError("uuid", expected="16 bytes", found=len(uuid))
-        self._schema = Schema.of(vocab_size, tuple(int(e) for e in buckets), loss_mask)
+        self._schema = _schema(vocab_size, tokenizer, buckets, loss_mask, fields, meta)
         self._schema_json = self._schema.to_json()
-        self._header = self._make_header(vocab_size, tokenizer)
+        if len(self._schema_json) > lay.MAX_SCHEMA_BYTES:
+            size = len(self._schema_json)
+            raise FormatError("bytes of fields and meta", expected=f"<= {lay.MAX_SCHEMA_BYTES}", found=size)
+        self._header = self._make_header(vocab_size or 1, tokenizer or TokenizerInfo("", ""))
         self._header.pack()  # refuses names that do not fit, before any file exists
         self._codec, self._level, self._block_bytes, self._uuid = (
             CODEC_IDS[codec],
@@ -89,7 +99,8 @@ class Writer:
         )
         self._bucket_of = partial(bisect_left, self._schema.buckets)
         self._pending: dict[int, PendingBlock] = {}
-        self._rows = IndexRows()
+        self._counted = [self._schema.fields.index(f) for f in self._schema.counted]
+        self._rows = IndexRows([f.name for f in self._schema.counted])
         self._documents = 0
         self._report: WriteReport | None = None
         self._sealed = self._failed = False
@@ -111,6 +122,7 @@ class Writer:
             tokenizer.name,
             tokenizer.hash,
             _creator(),
+            self._schema.profile,
         )
 
     @property
@@ -128,7 +140,8 @@ class Writer:
         """Adds one record; its id is assigned when its block is written.
 
         Args:
-            tokens: integers, shape [n], 1 <= n <= buckets[-1], each in 0..vocab_size-1.
+            tokens: integers, shape [n], 1 <= n <= buckets[-1], each in 0..vocab_size-1. For a .lfg: a mapping of
+                every field's name to its value; floats are rounded to the stored width, integers must fit.
             loss_mask: booleans or 0/1, shape [n]; None = all true. Refused when the file has no such field.
             document_start, document_end: False where a longer document was split.
 
@@ -138,6 +151,19 @@ class Writer:
         """
         self._check_open()
         document = self._documents if document_start else max(self._documents - 1, 0)
+        counts = None
+        if self._schema.profile == lay.PROFILE_LFG:
+            if loss_mask is not None:
+                raise InputError("a mask is a field of the sample", document=document)
+            sample: Any = tokens
+            parts, steps, length = encode_sample(sample, self._schema, self._header.vocab_size, document)
+            counts = [steps[k] for k in self._counted]
+        else:
+            parts, length = self._encode_tokens(tokens, loss_mask, document)
+        self._documents += bool(document_start)
+        self._add(parts, length, bool(document_start) | bool(document_end) << 1, counts)
+
+    def _encode_tokens(self, tokens: object, loss_mask: object, document: int) -> tuple[list[bytes], int]:
         ids = check_tokens(
             tokens, self._header.vocab_size, self._schema.buckets[-1], self._schema.numpy_dtype, document
         )
@@ -148,12 +174,20 @@ class Writer:
             raise InputError(
                 "this file has no loss mask; open the Writer with loss_mask=True", document=document
             )
-        self._documents += bool(document_start)
-        bucket = self._bucket_of(len(ids))
+        return parts, len(ids)
+
+    def _add(self, parts: list[bytes], length: int, flags: int, counts: list[int] | None) -> None:
+        size = sum(map(len, parts)) + lay.BLOCK_ALIGN * len(parts)
+        if size > lay.MAX_BLOCK_BYTES:
+            raise InputError("a record must fit a block", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=size)
+        bucket = self._bucket_of(length)
         pending = self._pending.get(bucket)
+        if pending is not None and pending.nbytes + size > lay.MAX_BLOCK_BYTES:
+            self._flush(bucket)
+            pending = None
         if pending is None:
             pending = self._pending[bucket] = PendingBlock(len(parts))
-        pending.add(parts, len(ids), bool(document_start) | bool(document_end) << 1)
+        pending.add(parts, length, flags, counts)
         if pending.nbytes >= self._block_bytes:
             self._flush(bucket)
 
@@ -213,8 +247,10 @@ class Writer:
         if len(payload) > lay.MAX_BLOCK_BYTES:
             raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=len(payload))
         codec, stored = encode(payload, self._codec, self._level)
-        largest = pending.max_id(self._schema.numpy_dtype)
-        self._put(StoredBlock(bucket, codec, len(payload), stored, *pending.rows(), largest))
+        counts = pending.step_columns([f.name for f in self._schema.counted])
+        largest = pending.max_id(self._schema.fields)
+        block = StoredBlock(bucket, codec, len(payload), stored, *pending.rows(), largest, counts=counts)
+        self._put(block)
 
     def _put(self, block: StoredBlock) -> None:
         head = block.header(self._rows.records)
@@ -257,6 +293,30 @@ class Writer:
             self.abort()
         elif not self._failed:
             self.close()
+
+
+def _schema(
+    vocab_size: int | None,
+    tokenizer: TokenizerInfo | None,
+    buckets: Sequence[int] | None,
+    loss_mask: bool,
+    fields: Sequence[Field] | None,
+    meta: Mapping[str, Any] | None,
+) -> Schema:
+    """Schema from the arguments of Writer."""
+    if fields is None:
+        if vocab_size is None or tokenizer is None or buckets is None or meta is not None:
+            raise FormatError(
+                "arguments of a .loongbin", expected="vocab_size, tokenizer and buckets; meta needs fields"
+            )
+        return Schema.of(vocab_size, tuple(int(e) for e in buckets), loss_mask)
+    tokens = next((f for f in fields if f.kind == "tokens"), None)
+    if loss_mask or (tokens is not None and vocab_size is None):
+        raise FormatError("arguments of a .lfg", expected="a mask as a field; vocab_size with token fields")
+    if buckets is None and tokens is not None and tokens.ragged:
+        raise FormatError("arguments of a .lfg", expected="buckets, because the number of ids differs")
+    edges = buckets or ((tokens.shape[0],) if tokens is not None else (1,))
+    return Schema.of_samples(tuple(fields), vocab_size or 1, tuple(int(e) for e in edges), meta or {})
 
 
 def _creator() -> str:
