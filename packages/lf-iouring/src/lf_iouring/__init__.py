@@ -1,12 +1,17 @@
 """Deterministic, elastic data loading over io_uring: a plan, an engine and LoongDataLoader."""
 
-from ._batch import Batch
+from ._batch import Batch, PackedBatch
 from ._errors import DataError, EngineError, LoaderError, PlanError, StateError
+from ._packed import PackedStats
 from ._runs import BucketRuns
 from ._stats import LoaderInfo, LoaderStats
 from .engine import EngineInfo
 from .loader import LoongDataLoader, plan_of
 from .map_style import Collate, MapDataset, PlanSampler, Sample, collate
+from .mix_plan import MixPlan
+from .mixing import Mixture
+from .pack_plan import PackPlan
+from .packing import Packing, Varlen, pack, varlen
 from .plan import BatchSpec, Plan
 
 __all__ = [
@@ -22,12 +27,21 @@ __all__ = [
     "LoaderStats",
     "LoongDataLoader",
     "MapDataset",
+    "MixPlan",
+    "Mixture",
+    "PackPlan",
+    "PackedBatch",
+    "PackedStats",
+    "Packing",
     "Plan",
     "PlanError",
     "PlanSampler",
     "Sample",
     "StateError",
+    "Varlen",
     "collate",
+    "pack",
     "plan_of",
+    "varlen",
 ]
 __version__ = "0.1.0"

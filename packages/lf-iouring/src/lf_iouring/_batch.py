@@ -12,6 +12,7 @@ from lf_memory import HostPool, Lease
 from ._errors import LoaderError
 from ._permute import Ids
 from .engine import Target
+from .packing import Varlen
 
 Array = npt.NDArray[Any]
 Convert = Callable[[Array], Any]
@@ -70,6 +71,52 @@ class Batch:
         return f"Batch(step={self.step}, epoch={self.epoch}, tokens={shape})"
 
 
+class PackedBatch(Batch):
+    """One rank's packed rows of a global batch; every row has the same capacity.
+
+    Attributes, beyond those of Batch:
+        tokens: [rows, capacity], segments one after another, zeros after the last.
+        loss_mask: uint8[rows, capacity], 1 where the token may be a target: it is in a segment, not its first
+            token (nothing in the row leads to it), and not masked out in the data set.
+        cu_seqlens: int32[k + 1] borders of the segments in tokens.reshape(-1); the unused end of a row is a
+            segment too, so the last border is rows * capacity.
+        max_seqlen: the longest of these segments.
+        position_ids: int32[rows, capacity] from 0 in every segment, 0 in unused ends.
+        segment_ids: int32[rows, capacity] from 1 in every row, 0 in unused ends.
+        lengths: int64[rows] tokens in use.
+        ids: int64[s] record of each segment, unused ends not counted.
+    """
+
+    __slots__ = ("_varlen",)
+
+    def __init__(
+        self, tokens: Any, loss_mask: Any, varlen: Varlen, ids: Ids, step: int, epoch: int,
+        lease: Lease | None, convert: "Convert",
+    ) -> None:  # fmt: skip
+        super().__init__(tokens, loss_mask, varlen.lengths, ids, step, epoch, lease, convert)
+        self._varlen = varlen
+
+    @property
+    def cu_seqlens(self) -> Any:
+        """See the class."""
+        return self._convert(self._varlen.cu_seqlens)
+
+    @property
+    def max_seqlen(self) -> int:
+        """See the class."""
+        return self._varlen.max_seqlen
+
+    @property
+    def position_ids(self) -> Any:
+        """See the class."""
+        return self._convert(self._varlen.position_ids)
+
+    @property
+    def segment_ids(self) -> Any:
+        """See the class."""
+        return self._convert(self._varlen.segment_ids)
+
+
 class Layout(NamedTuple):
     """How the rows of one rank lie in a slot: tokens first, then the mask at a 64-byte boundary."""
 
@@ -93,6 +140,15 @@ class Layout(NamedTuple):
             return Target(tokens, None, lease.address, 0)
         at = self.mask_offset(edge)
         return Target(tokens, lease.view(shape, np.uint8, at), lease.address, lease.address + at)
+
+    def in_array(self, memory: npt.NDArray[np.uint8], edge: int) -> Target:
+        """Views of uint8[>= slot_bytes(edge)]."""
+        shape, address = (self.rows, edge), memory.ctypes.data
+        tokens: Array = np.ndarray(shape, self.dtype, memory.data)
+        if not self.masked:
+            return Target(tokens, None, address, 0)
+        at = self.mask_offset(edge)
+        return Target(tokens, np.ndarray(shape, np.uint8, memory.data, at), address, address + at)
 
     def on_heap(self, edge: int) -> Target:
         """The same in fresh memory."""

@@ -12,6 +12,7 @@ from ._batch import Batch, Convert, Layout
 from ._errors import LoaderError
 from ._reads import Reads, locate
 from .engine import Engine, Target
+from .mix_plan import MixPlan
 from .plan import Plan
 
 _log = logging.getLogger("lf_iouring")
@@ -47,7 +48,7 @@ class Pipeline:
     """
 
     def __init__(
-        self, dataset: Any, plan: Plan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
+        self, dataset: Any, plan: Plan | MixPlan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
         convert: Convert, *, raw: bool, verify: bool, prefetch: int,
     ) -> None:  # fmt: skip
         self.pool = pool

@@ -2,17 +2,21 @@
 
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
 from ._batch import Batch, converter, layout_of, make_pool
-from ._errors import LoaderError, PlanError, StateError
+from ._errors import LoaderError, StateError
+from ._packed import MAX_PREFETCH, PackedPipeline
 from ._pipeline import Pipeline
-from ._runs import BucketRuns
+from ._sources import Joined, make_plan, plan_of, sources_of
 from ._stats import LoaderInfo, LoaderStats
 from .engine import MAX_FLYING, Counters, choose
-from .plan import Plan
+from .mixing import Weight
+from .pack_plan import PackPlan
+
+__all__ = ["LoongDataLoader", "engine_threads", "plan_of"]
 
 # Beyond the batches read ahead: the one the caller works on, and the one it has not let go of yet.
 _SPARE_SLOTS = 3
@@ -23,6 +27,9 @@ class LoongDataLoader:
 
     Args:
         dataset: as returned by `lf_format.open_dataset`.
+        datasets, weights: instead of `dataset`, several with the same vocabulary and fields, and their exact
+            weights (default: equal), see Mixture. Without `pack` a batch comes from one of them and weights
+            count batches; with it weights count records. `ids` count through the data sets in order.
         global_batch: rows of a batch over all ranks; must divide by world_size.
         seed: names the order.
         rank, world_size: this process among those that train together.
@@ -39,6 +46,9 @@ class LoongDataLoader:
         return_type: "torch", "numpy", or "auto" for torch where it is installed.
         hugepages: see lf_memory.HostPool.
         verify: check the hash of every record.
+        pack: tokens of a row into which whole documents are packed (see PackPlan); the loader then yields
+            PackedBatch. None pads every record to a row of its own.
+        pack_window: records packed together; None chooses.
 
     A loader is its own iterator and goes on where it stopped; after the last epoch the next `iter` starts
     again at step 0. Threads may share it: each batch is delivered once. After fork the child goes on from
@@ -50,9 +60,11 @@ class LoongDataLoader:
 
     def __init__(
         self,
-        dataset: Any,
+        dataset: Any = None,
         *,
         global_batch: int,
+        datasets: Sequence[Any] | None = None,
+        weights: Sequence[Weight] | None = None,
         seed: int = 0,
         rank: int = 0,
         world_size: int = 1,
@@ -66,17 +78,26 @@ class LoongDataLoader:
         return_type: str = "auto",
         hugepages: str = "auto",
         verify: bool = True,
+        pack: int | None = None,
+        pack_window: int | None = None,
     ) -> None:
-        self.plan = plan_of(dataset, global_batch=global_batch, seed=seed, shuffle=shuffle)
+        sources = sources_of(dataset, datasets, weights)
+        self.plan = make_plan(
+            sources, weights, global_batch=global_batch, seed=seed, shuffle=shuffle,
+            pack=pack, pack_window=pack_window,
+        )  # fmt: skip
         self._rows = self.plan.rank_rows(rank, world_size)
-        self._layout = layout_of(dataset, self._rows.stop - self._rows.start)
-        self._dataset = dataset
+        self._dataset = sources[0] if len(sources) == 1 else Joined(sources)
+        self._layout = layout_of(self._dataset, self._rows.stop - self._rows.start)
         self._engine_name = engine
         self._io = io
         self._depth = _in_range("queue_depth", queue_depth, 1, 4096)
         self._prefetch = _in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1)
+        if isinstance(self.plan, PackPlan):
+            self._layout = self._layout._replace(masked=True)
+            self._prefetch = min(self._prefetch, MAX_PREFETCH)
         self._threads, self._threads_reason = engine_threads(num_workers, self._prefetch)
-        self._end = None if epochs is None else self.plan.steps_per_epoch * _in_range("epochs", epochs, 1)
+        self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
         self._convert = converter(return_type)
         self._hugepages = hugepages
         self._verify = bool(verify)
@@ -88,7 +109,12 @@ class LoongDataLoader:
 
     @property
     def steps_per_epoch(self) -> int:
-        """Batches of one pass; the last one to be filled may hold empty rows."""
+        """Batches of one pass; the last one to be filled may hold empty rows.
+
+        LoaderError for packed rows, whose number differs from pass to pass.
+        """
+        if isinstance(self.plan, PackPlan):
+            raise LoaderError("packed epochs differ in length; epochs=... ends where they do")
         return self.plan.steps_per_epoch
 
     @property
@@ -97,10 +123,11 @@ class LoongDataLoader:
         return self._step
 
     def __len__(self) -> int:
-        """Batches of all epochs; TypeError when endless."""
-        if self._end is None:
-            raise TypeError("an endless loader has no length; see steps_per_epoch")
-        return self._end
+        """Batches of all epochs; TypeError when endless or packed."""
+        end = self._end
+        if end is None:
+            raise TypeError("an endless or packing loader has no length; see steps_per_epoch")
+        return end
 
     def __iter__(self) -> Iterator[Batch]:
         self._require_open()
@@ -120,7 +147,7 @@ class LoongDataLoader:
             self._require_open()
             self._follow_fork()
             self._started = True
-            if self._end is not None and self._step >= self._end:
+            if self._at_end():
                 self._exhausted = True
                 raise StopIteration
             batch = self._pipeline.fetch(self._step, self._end)
@@ -154,7 +181,7 @@ class LoongDataLoader:
         """Counters and times; see LoaderStats."""
         pipeline, info = self._pipeline, self._pipeline.engine.info()
         counters: Counters = pipeline.engine.counters()
-        return LoaderStats(
+        stats = LoaderStats(
             batches=pipeline.batches,
             tokens=pipeline.tokens,
             wait_s=pipeline.wait_s,
@@ -166,6 +193,7 @@ class LoongDataLoader:
             slots=pipeline.pool.slots,
             **asdict(counters),
         )
+        return pipeline.stats(stats) if isinstance(pipeline, PackedPipeline) else stats
 
     def info(self) -> LoaderInfo:
         """How the loader is set up, with reasons; see LoaderInfo."""
@@ -179,7 +207,7 @@ class LoongDataLoader:
             slot_bytes=pool.slot_bytes,
             prefetch=self._prefetch,
             records=self.plan.records,
-            steps_per_epoch=self.plan.steps_per_epoch,
+            steps_per_epoch=0 if isinstance(self.plan, PackPlan) else self.plan.steps_per_epoch,
             fingerprint=self.plan.fingerprint,
             notes=_notes(),
         )
@@ -204,7 +232,20 @@ class LoongDataLoader:
     def __reduce__(self) -> Any:
         raise TypeError("a LoongDataLoader has threads and does not pickle: make it in the new process")
 
-    def _open(self) -> Pipeline:
+    @property
+    def _end(self) -> int | None:
+        """The step to stop before, where it is known without packing."""
+        if self._epochs is None or isinstance(self.plan, PackPlan):
+            return None
+        return self._epochs * self.plan.steps_per_epoch
+
+    def _at_end(self) -> bool:
+        if isinstance(self.plan, PackPlan):
+            return self._epochs is not None and self.plan.epoch(self._step) >= self._epochs
+        end = self._end
+        return end is not None and self._step >= end
+
+    def _open(self) -> Pipeline | PackedPipeline:
         slots = self._prefetch + _SPARE_SLOTS
         pool = make_pool(self._layout, self.plan.buckets, slots, self._hugepages)
         raw = all(reader.codecs_raw for reader in self._dataset.readers)
@@ -212,6 +253,11 @@ class LoongDataLoader:
             self._engine_name, self._threads, pool.buffer,
             raw=raw, dataset=self._dataset, io=self._io, depth=self._depth,
         )  # fmt: skip
+        if isinstance(self.plan, PackPlan):
+            return PackedPipeline(
+                self._dataset, self.plan, self._rows, self._layout, pool, engine, self._convert,
+                raw=raw, verify=self._verify, prefetch=self._prefetch, epochs=self._epochs,
+            )  # fmt: skip
         return Pipeline(
             self._dataset, self.plan, self._rows, self._layout, pool, engine, self._convert,
             raw=raw, verify=self._verify, prefetch=self._prefetch,
@@ -227,15 +273,6 @@ class LoongDataLoader:
     def _require_open(self) -> None:
         if self._closed:
             raise LoaderError("the loader is closed")
-
-
-def plan_of(dataset: Any, *, global_batch: int, seed: int = 0, shuffle: bool = True) -> Plan:
-    """The plan a LoongDataLoader with these arguments follows."""
-    if len(dataset) == 0:
-        raise PlanError("the data set is empty")
-    # Opening a file has checked every length against the edge of its bucket.
-    runs = BucketRuns.of_blocks(dataset.readers)
-    return Plan(None, runs, dataset.buckets, global_batch, seed, shuffle, dataset.fingerprint)
 
 
 def engine_threads(num_workers: int, prefetch: int) -> tuple[int, str]:

@@ -123,12 +123,7 @@ class Plan:
 
     def rank_rows(self, rank: int, world: int) -> slice:
         """The rows of a global batch that belong to a rank. PlanError if the batch does not divide."""
-        if world < 1 or not 0 <= rank < world:
-            raise PlanError(f"rank {rank} of world size {world}")
-        if self.global_batch % world:
-            raise PlanError(f"global batch {self.global_batch} does not divide by world size {world}")
-        rows = self.global_batch // world
-        return slice(rank * rows, (rank + 1) * rows)
+        return rank_rows(self.global_batch, rank, world)
 
     def state(self, step: int) -> dict[str, Any]:
         """Position after `step` delivered batches, for JSON; below 1 KiB and the same on every rank."""
@@ -142,20 +137,14 @@ class Plan:
             "params": {
                 "shuffle": self.shuffle,
                 "records": self.records,
-                "buckets": _digest(self.buckets),
+                "buckets": digest(self.buckets),
             },
         }
 
     def check_state(self, state: Mapping[str, Any]) -> int:
         """The step a state stands for; StateError naming what differs if it is not of this plan."""
-        step = state.get("step") if isinstance(state, Mapping) else None
-        if not isinstance(step, int) or isinstance(step, bool) or step < 0:
-            raise StateError("not a loader state: it has no step >= 0")
-        here = self.state(step)
-        differs = {k: (state.get(k), v) for k, v in here.items() if state.get(k) != v}
-        if differs:
-            parts = "; ".join(f"{k}: saved {saved!r}, here {now!r}" for k, (saved, now) in differs.items())
-            raise StateError(f"the state belongs to another plan or data set: {parts}", differs)
+        step = counter(state, "step")
+        require_same(state, self.state(step))
         return step
 
     def _epoch_batches(self, epoch: int, places: Ids, columns: Ids) -> tuple[Ids, Ids]:
@@ -203,6 +192,32 @@ class Plan:
         return permute(positions, n, seed=self.seed, epoch=epoch, stream=stream)
 
 
+def rank_rows(global_batch: int, rank: int, world: int) -> slice:
+    """The rows of a global batch that belong to a rank. PlanError if the batch does not divide."""
+    if world < 1 or not 0 <= rank < world:
+        raise PlanError(f"rank {rank} of world size {world}")
+    if global_batch % world:
+        raise PlanError(f"global batch {global_batch} does not divide by world size {world}")
+    rows = global_batch // world
+    return slice(rank * rows, (rank + 1) * rows)
+
+
+def counter(state: Mapping[str, Any], name: str) -> int:
+    """An integer >= 0 of a saved state; StateError if there is none."""
+    value = state.get(name) if isinstance(state, Mapping) else None
+    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        raise StateError(f"not a loader state: it has no {name} >= 0")
+    return value
+
+
+def require_same(state: Mapping[str, Any], here: Mapping[str, Any]) -> None:
+    """StateError naming every entry of `here` that a saved state has otherwise."""
+    differs = {k: (state.get(k), v) for k, v in here.items() if state.get(k) != v}
+    if differs:
+        parts = "; ".join(f"{k}: saved {saved!r}, here {now!r}" for k, (saved, now) in differs.items())
+        raise StateError(f"the state belongs to another plan or data set: {parts}", differs)
+
+
 def _count(lengths: Any, runs: BucketRuns | None, records: int | None) -> int:
     given = set() if lengths is None else {len(lengths)}
     given |= set() if runs is None else {runs.records}
@@ -234,5 +249,5 @@ def _check_lengths(edges: tuple[int, ...], lengths: Any, runs: BucketRuns) -> No
         raise PlanError(f"record {over} has {int(lengths[over])} tokens, more than the edge of its bucket")
 
 
-def _digest(buckets: tuple[int, ...]) -> str:
+def digest(buckets: tuple[int, ...]) -> str:
     return hashlib.blake2b(repr(buckets).encode(), digest_size=8).hexdigest()
