@@ -10,9 +10,11 @@ import fcntl
 import mmap
 import os
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._errors import PoolError
+from ._pin import Registrar, lock
 
 HUGE = 2 << 20
 PAGE = mmap.PAGESIZE
@@ -71,7 +73,9 @@ def _map(fd: int, size: int, writable: bool) -> _Mapping:
     return _Mapping(address, size, reserved, base)
 
 
-def _drop(fd: int, mapping: _Mapping) -> None:
+def _drop(fd: int, mapping: _Mapping, unlock: list[Callable[[], None]]) -> None:
+    for undo in unlock:
+        undo()
     # A hugetlb part must be unmapped at its own (2 MiB) granularity, before the reservation around it.
     _libc.munmap(mapping.address, mapping.size)
     _libc.munmap(mapping.base, mapping.reserved)
@@ -98,7 +102,12 @@ class Region:
         self.address = mapping.address
         self.size = size
         # Not at exit: engine threads may still read, and the kernel frees everything anyway.
-        weakref.finalize(self, _drop, fd, mapping).atexit = False
+        self._unlock: list[Callable[[], None]] = []
+        weakref.finalize(self, _drop, fd, mapping, self._unlock).atexit = False
+
+    def lock(self, registrar: Registrar) -> None:
+        """Page-lock the region until it is unmapped; PoolError if the registrar refuses."""
+        self._unlock.append(lock(registrar, self.address, self.size))
 
     def advise(self, advice: int) -> None:
         """madvise(2) over the whole region; OSError if refused."""

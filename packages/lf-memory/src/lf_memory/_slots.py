@@ -7,6 +7,7 @@ re-entrant; whoever needs a slot next takes the returned ones from that queue.
 """
 
 import ctypes
+import functools
 import math
 import queue
 import threading
@@ -32,6 +33,7 @@ class Fence(Protocol):
         """Block the calling thread until the work is done."""
 
 
+@functools.lru_cache(maxsize=1024)
 def slot_type(slot_bytes: int) -> type[Any]:
     """A ctypes array class whose instances keep their region mapped."""
     return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
@@ -55,7 +57,10 @@ class SlotTable:
 
     Attributes:
         acquires, peak, collected: see PoolStats.
+        noun: what a message calls one part of the region.
     """
+
+    noun = "slot"
 
     def __init__(
         self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
@@ -179,7 +184,10 @@ class SlotTable:
         if self.tracer is not None and stale and self._region is not None:
             poison(self.view(watch.index))
         del self._busy[watch.index]
-        self._free.append(watch.index)
+        self._put_free(watch.index)
+
+    def _put_free(self, index: int) -> None:
+        self._free.append(index)
 
     def _recover(self) -> None:
         for index, watch in list(self._busy.items()):
@@ -208,9 +216,9 @@ class SlotTable:
         offset = first_write(self.view(index))
         if offset is not None:
             poison(self.view(index))
-            self._free.append(index)
+            self._put_free(index)
             site = tracer.last_site("release", index)
-            raise PoolError(f"slot {index} was written at byte {offset} after its release at {site}")
+            raise PoolError(f"{self.noun} {index} was written at byte {offset} after its release at {site}")
 
 
 class Lease:
@@ -267,7 +275,9 @@ class Lease:
             return np.ndarray(shape, dtype, slot, offset)
         except (TypeError, ValueError):
             need = offset + math.prod(shape) * np.dtype(dtype).itemsize
-            raise PoolError(f"a view of {need} bytes does not fit a slot of {len(slot)}") from None
+            raise PoolError(
+                f"a view of {need} bytes does not fit a {self._table.noun} of {len(slot)}"
+            ) from None
 
     def fence(self, fence: Fence) -> None:
         """Keep the slot out of the free list after `release` until `fence.query()` is true."""
@@ -295,7 +305,7 @@ class Lease:
         return self._slot
 
     def _fail(self, what: str) -> NoReturn:
-        tracer, text = self._table.tracer, f"slot {self.index}: lease {what}"
+        tracer, text = self._table.tracer, f"{self._table.noun} {self.index}: lease {what}"
         if tracer is None:
             raise PoolError(f"{text}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released")
         raise PoolError(f"{text}, at {call_site()}; released at {tracer.last_site('release', self.index)}")
