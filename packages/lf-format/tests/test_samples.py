@@ -337,3 +337,18 @@ def test_a_cloud_is_voxelised_offline_into_another_file(tmp_path: Path) -> None:
         values, starts = grid.gather([2, 1, 0], "voxels")
         assert starts.tolist() == [0, len(_voxels(clouds[2])), len(_voxels(clouds[2])) + 1, len(values)]
         assert (values[: starts[1]] == _voxels(clouds[2])).all()
+
+
+@pytest.mark.parametrize("codec", ["raw", "zstd"])
+def test_merge_and_convert_keep_samples(tmp_path: Path, codec: str) -> None:
+    paths = [_write(tmp_path / f"{name}.lfg", _samples(9), meta={"fps": 5}) for name in "ab"]
+    lff.merge(paths, tmp_path / "both.lfg")
+    lff.convert(tmp_path / "both.lfg", tmp_path / "again.lfg", codec=codec)
+    assert lff.verify(tmp_path / "again.lfg").problems == []
+    with lff.open_dataset(paths) as old, lff.Reader(tmp_path / "again.lfg") as new:
+        assert new.meta == {"fps": 5}
+        for i in range(18):
+            assert all(_same(new.record(i)[name], value) for name, value in old.record(i).items())
+    other = _write(tmp_path / "c.lfg", _samples(9), meta={"fps": 6})
+    with pytest.raises(lff.FormatError, match="meta"):
+        lff.merge([paths[0], other], tmp_path / "no.lfg")

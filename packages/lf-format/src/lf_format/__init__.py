@@ -8,6 +8,7 @@ from lf_format._overlap import OverlapReport, overlap
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
+from lf_format._robot import RobotReport, frame_pairs, preprocess_robot
 from lf_format._salvage import SalvageReport, salvage
 from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
@@ -34,6 +35,7 @@ __all__ = [
     "PreprocessReport",
     "Reader",
     "Record",
+    "RobotReport",
     "SalvageReport",
     "Tokenizer",
     "TokenizerInfo",
@@ -44,6 +46,7 @@ __all__ = [
     "bucket_edges",
     "bucket_set",
     "convert",
+    "frame_pairs",
     "load_tokenizer",
     "loads_tokenizer",
     "merge",
@@ -51,6 +54,7 @@ __all__ = [
     "overlap",
     "preprocess",
     "preprocess_documents",
+    "preprocess_robot",
     "salvage",
     "suggest_buckets",
     "summarize",

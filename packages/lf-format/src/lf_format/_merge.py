@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from lf_format._blocks import StoredBlock
 from lf_format._codecs import CODEC_IDS, encode
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError
+from lf_format._layout import PROFILE_LFG
 from lf_format._reader import Reader
 from lf_format._writer import Writer, WriteReport
 
@@ -53,8 +55,7 @@ def convert(source: PathLike, output: PathLike, *, codec: str, zstd_level: int =
 
 
 def _recoded(block: StoredBlock, codec: int, stored: bytes) -> StoredBlock:
-    rows = block.lengths, block.hashes, block.flags
-    return StoredBlock(block.bucket, codec, block.raw_len, stored, *rows, block.max_id)
+    return replace(block, codec=codec, stored=stored)
 
 
 def stored_blocks(reader: Reader) -> Iterator[StoredBlock]:
@@ -71,10 +72,25 @@ def stored_blocks(reader: Reader) -> Iterator[StoredBlock]:
             hashes=index.hashes[rows],
             flags=index.flags[rows],
             max_id=int(index.block_max_id[block]),
+            counts={name: column[rows] for name, column in index.counts.items()},
         )
 
 
 def _writer_like(dataset: Dataset, output: PathLike, base_offset: int | None) -> Writer:
+    first = dataset.readers[0]
+    if first.opened.header.profile == PROFILE_LFG:
+        for other in dataset.readers[1:]:
+            if other.meta != first.meta:
+                raise FormatError(f"meta differs from that of {first.path}", path=other.path)
+        return Writer(
+            output,
+            vocab_size=dataset.vocab_size,
+            tokenizer=dataset.tokenizer,
+            buckets=dataset.buckets,
+            fields=dataset.fields,
+            meta=first.meta,
+            _base_offset=base_offset,
+        )
     return Writer(
         output,
         vocab_size=dataset.vocab_size,

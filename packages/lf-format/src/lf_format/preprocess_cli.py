@@ -1,4 +1,4 @@
-"""`loongforge-preprocess`: text, JSONL or .npz to .loongbin."""
+"""`loongforge-preprocess`: text, JSONL or .npz to .loongbin; LeRobot robot data to .lfg."""
 
 from __future__ import annotations
 
@@ -8,28 +8,34 @@ import json
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 from lf_format._errors import FormatError, InputError, WorkerError
+from lf_format._lerobot import is_robot_set
 from lf_format._preprocess import PreprocessReport, preprocess
+from lf_format._robot import RobotReport, preprocess_robot
 
 
 class _Progress:
     """One line on a terminal, rewritten at most ten times a second."""
 
-    def __init__(self) -> None:
-        self._next = 0.0
+    def __init__(self, first: str = "documents", second: str = "tokens") -> None:
+        self._next, self._units = 0.0, (first, second)
 
     def __call__(self, documents: int, tokens: int) -> None:
         now = time.monotonic()
         if now >= self._next:
             self._next = now + 0.1
-            print(f"\r{documents} documents, {tokens} tokens", end="", file=sys.stderr, flush=True)
+            text = f"\r{documents} {self._units[0]}, {tokens} {self._units[1]}"
+            print(text, end="", file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loongforge-preprocess",
-        description="Packs text, .jsonl or tokenized .npz files into train.loongbin (and eval.loongbin).",
+        description="Packs text, .jsonl or tokenized .npz files into train.loongbin (and eval.loongbin), "
+        "or a LeRobot data set (a folder with meta/info.json) into train.lfg.",
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files or directories")
@@ -44,6 +50,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the choice of held-out documents")
     add("--num-workers", type=int, default=1, help="tokenizing processes (default: 1, in-process)")
     add("--zstd-level", type=int, help="compress blocks, 1..22 (default: raw)")
+    robot = parser.add_argument_group("robot data")
+    add_robot = robot.add_argument
+    add_robot(
+        "--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels (default: 224 224; 0 0 = as is)"
+    )
+    add_robot("--action-horizon", type=int, help="actions in a record (default: 16)")
+    add_robot("--relative-actions", nargs="+", metavar="NAME", help="parts of modality.json, or all")
     add("--json", action="store_true", help="print the report as JSON")
     return parser
 
@@ -54,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = vars(args)
     as_json, inputs, output = options.pop("json"), options.pop("input"), options.pop("output")
     try:
-        report = preprocess(inputs, output, progress=_Progress() if sys.stderr.isatty() else None, **options)
+        report = _run(inputs, output, options)
     except (InputError, WorkerError, OSError) as error:
         print(f"loongforge-preprocess: {error}", file=sys.stderr)
         return 1
@@ -65,7 +78,33 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _text(report: PreprocessReport) -> str:
+_ROBOT = ("image_size", "action_horizon", "relative_actions")
+_ROBOT_TOO = ("num_workers",)
+
+
+def _run(inputs: list[str], output: str, options: dict[str, Any]) -> PreprocessReport | RobotReport:
+    """Dispatches by what the input is; options of the other kind are refused, never ignored."""
+    shown = sys.stderr.isatty()
+    if not any(is_robot_set(Path(name)) for name in inputs):
+        given = [name for name in _ROBOT if options.pop(name) is not None]
+        if given:
+            raise FormatError("options for robot data", expected="a folder with meta/info.json", found=given)
+        return preprocess(inputs, output, progress=_Progress() if shown else None, **options)
+    other = {k: v for k, v in options.items() if k not in _ROBOT + _ROBOT_TOO}
+    given = [k for k, v in other.items() if v != _parser().get_default(k)]
+    if len(inputs) > 1 or given:
+        raise FormatError("robot data: one input, and options for robot data", found=given or inputs)
+    chosen = {k: v for k, v in options.items() if k in _ROBOT + _ROBOT_TOO and v is not None}
+    if "image_size" in chosen:
+        height, width = chosen["image_size"]
+        chosen["image_size"] = (height, width) if height or width else None
+    progress = _Progress("episodes", "frames") if shown else None
+    return preprocess_robot(inputs[0], output, progress=progress, **chosen)
+
+
+def _text(report: PreprocessReport | RobotReport) -> str:
+    if isinstance(report, RobotReport):
+        return _robot_text(report)
     lines = [
         f"{report.documents} documents, {report.records} records, {report.tokens} tokens",
         f"tokenizer {report.tokenizer.name}, vocabulary {report.vocab_size}, buckets {list(report.buckets)}",
@@ -77,6 +116,16 @@ def _text(report: PreprocessReport) -> str:
         if part is not None:
             lines.append(f"{part.path}: {part.records} records, {part.tokens} tokens, {part.bytes} bytes")
     return "\n".join(lines)
+
+
+def _robot_text(report: RobotReport) -> str:
+    lines = [
+        f"{report.version}: {report.episodes} episodes, {report.frames} frames, cameras {list(report.cameras)}"
+    ]
+    lines += [f"skipped camera {name}: {reason}" for name, reason in report.skipped_cameras]
+    lines += [f"dropped episode {index}: {reason}" for index, reason in report.dropped_episodes]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
 
 
 if __name__ == "__main__":

@@ -1,0 +1,243 @@
+"""Robot data sets become frames whose pixels, numbers and order are those of the source; the rest is reported."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+av = pytest.importorskip("av")
+pq = pytest.importorskip("pyarrow.parquet")
+image = pytest.importorskip("PIL.Image")
+
+sys.path.insert(0, str(Path(__file__).parent))
+import robot_sets as sets  # noqa: E402
+
+import lf_format as lff  # noqa: E402
+from lf_format import preprocess_cli  # noqa: E402
+from lf_format._video import frame_table  # noqa: E402
+
+WRITERS = {
+    "v2.0": sets.write_v2,
+    "v2.1": lambda root: sets.write_v2(root, "v2.1"),
+    "v3.0": sets.write_v3,
+}
+
+
+def plain_frames(path: Path, size: tuple[int, int] | None) -> list[Any]:
+    """Every frame of a file, the straightforward way."""
+    with av.open(str(path)) as container:
+        images = [frame.to_image() for frame in container.decode(video=0)]
+    if size is not None:
+        images = [i.resize((size[1], size[0]), image.Resampling.BILINEAR) for i in images]
+    return [np.asarray(i) for i in images]
+
+
+def clips(root: Path, camera: str, size: tuple[int, int] | None) -> list[Any]:
+    """Frames of a camera over all episodes: the files of either layout sort into episode order."""
+    return [f for path in sorted(root.glob(f"videos/**/{camera}/**/*.mp4")) for f in plain_frames(path, size)]
+
+
+@pytest.fixture(params=WRITERS)
+def robot(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    return WRITERS[request.param](tmp_path / request.param)
+
+
+@pytest.mark.parametrize("size", [(24, 40), None])
+def test_every_pixel_equals_a_plain_decode(robot: Path, tmp_path: Path, size: tuple[int, int] | None) -> None:
+    report = lff.preprocess_robot(robot, tmp_path / "out", image_size=size)
+    assert (report.episodes, report.frames) == (3, sum(sets.LENGTHS))
+    with lff.Reader(report.output.path) as reader:
+        for camera, name in zip(sets.CAMERAS, ("ego", "wrist"), strict=True):
+            found = reader.gather(range(len(reader)), name)
+            assert isinstance(found, np.ndarray)
+            assert (found == np.stack(clips(robot, camera, size))).all()
+    assert lff.verify(report.output.path).problems == []
+
+
+def test_states_actions_tasks_and_flags_follow_the_episodes(robot: Path, tmp_path: Path) -> None:
+    report = lff.preprocess_robot(robot, tmp_path / "out", image_size=(8, 8), action_horizon=4)
+    with lff.Reader(report.output.path) as reader:
+        row = 0
+        for e, length in enumerate(sets.LENGTHS):
+            state, action = (v.astype(np.float32) for v in sets.vectors(e))
+            for t in range(length):
+                record = reader.record(row)
+                real = np.arange(t, t + 4) < length
+                assert (record["state"] == state[t]).all()
+                assert (record["action"] == action[np.minimum(np.arange(t, t + 4), length - 1)]).all()
+                assert (record["action_mask"] == real).all()
+                assert (record["episode_index"], record["frame_index"]) == (e, t)
+                assert record["task"].tobytes().decode() == sets.TASKS[e % 2]
+                assert record.flags == (t == 0) | (t == length - 1) << 1
+                row += 1
+        assert reader.meta["fps"] == sets.FPS
+        assert reader.meta["modality"] == sets.MODALITY
+        joined = np.concatenate([sets.vectors(e)[0] for e in range(3)])
+        assert np.allclose(reader.meta["stats"]["observation.state"]["mean"], joined.mean(0))
+        assert np.allclose(reader.meta["stats"]["observation.state"]["std"], joined.std(0))
+
+
+def test_the_camera_without_files_is_reported_and_skipped(robot: Path, tmp_path: Path) -> None:
+    report = lff.preprocess_robot(robot, tmp_path / "out", image_size=(8, 8))
+    assert report.cameras == ("ego", "wrist")
+    assert [name for name, _ in report.skipped_cameras] == [sets.MISSING]
+    assert report.dropped_episodes == report.notes == ()
+
+
+def test_two_consecutive_frames_come_from_one_index(robot: Path, tmp_path: Path) -> None:
+    report = lff.preprocess_robot(robot, tmp_path / "out", image_size=(8, 8))
+    with lff.Reader(report.output.path) as reader:
+        pairs = lff.frame_pairs(reader.flags, np.array([0, 1, 9, 10]))
+        assert pairs.tolist() == [[0, 0], [0, 1], [9, 9], [9, 10]]  # record 9 begins episode 1
+        both = reader.gather(pairs.reshape(-1), "ego")
+        assert isinstance(both, np.ndarray)
+        assert both.reshape(4, 2, 8, 8, 3).shape == (4, 2, 8, 8, 3)
+
+
+def test_time_stamps_are_the_integers_of_the_file(tmp_path: Path) -> None:
+    root = sets.write_v2(tmp_path / "set")
+    report = lff.preprocess_robot(root, tmp_path / "out", image_size=(8, 8))
+    path = next(root.glob(f"videos/chunk-000/{sets.CAMERAS[0]}/*0.mp4"))
+    table = frame_table(path)
+    with lff.Reader(report.output.path) as reader:
+        assert (reader.gather(range(9), "pts.ego") == table.pts).all()
+        assert reader.meta["cameras"]["ego"]["time_base"] == list(table.time_base.as_integer_ratio())
+    assert table.keyframe.tolist() == [frame.key_frame for frame in av.open(str(path)).decode(video=0)]
+
+
+@pytest.mark.parametrize("names", [("arm",), ("all",)])
+def test_relative_actions_are_differences_from_the_state_of_the_frame(
+    robot: Path, tmp_path: Path, names: tuple[str, ...]
+) -> None:
+    options: dict[str, Any] = {"image_size": (8, 8), "action_horizon": 2, "relative_actions": names}
+    report = lff.preprocess_robot(robot, tmp_path / "out", **options)
+    state, action = sets.vectors(0)
+    expected = action[[3, 4]].copy()
+    width = 2 if names == ("arm",) else 3
+    expected[:, :width] -= state[3, :width]
+    with lff.Reader(report.output.path) as reader:
+        assert (reader.record(3)["action"] == expected.astype(np.float32)).all()
+        assert reader.meta["relative_actions"] == list(names)
+    with pytest.raises(lff.FormatError, match="relative"):
+        lff.preprocess_robot(robot, tmp_path / "no", relative_actions=("leg",))
+
+
+def test_any_number_of_threads_gives_the_same_bytes(robot: Path, tmp_path: Path) -> None:
+    outputs = [
+        lff.preprocess_robot(robot, tmp_path / str(n), image_size=(24, 24), num_workers=n).output
+        for n in (1, 3)
+    ]
+    assert Path(outputs[0].path).read_bytes() == Path(outputs[1].path).read_bytes()
+
+
+def test_episodes_that_cannot_be_exact_are_dropped_by_name(tmp_path: Path) -> None:
+    root = sets.write_v2(tmp_path / "set")
+    short, gone = (
+        next(root.glob(f"videos/**/{c}/*{e}.mp4")) for c, e in zip(sets.CAMERAS, (0, 1), strict=True)
+    )
+    sets.write_video(short, [8], 1)
+    gone.unlink()
+    report = lff.preprocess_robot(root, tmp_path / "out", image_size=(8, 8))
+    assert [e for e, _ in report.dropped_episodes] == [0, 1]
+    assert "ends before" in report.dropped_episodes[0][1]
+    assert sets.CAMERAS[1] in report.dropped_episodes[1][1]
+    assert (report.episodes, report.frames) == (1, 12)
+    with lff.Reader(report.output.path) as reader:
+        assert set(reader.gather(range(12), "episode_index").tolist()) == {2}
+
+
+def test_a_dropped_episode_inside_a_shared_file_does_not_shift_the_next(tmp_path: Path) -> None:
+    root = sets.write_v3(tmp_path / "set")
+    path = root / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    rows = pq.read_table(path).to_pylist()
+    rows[0]["data/file_index"] = 7
+    pq.write_table(pq.read_table(path).schema.empty_table().from_pylist(rows), path)
+    report = lff.preprocess_robot(root, tmp_path / "out", image_size=None)
+    assert [e for e, _ in report.dropped_episodes] == [0]
+    with lff.Reader(report.output.path) as reader:
+        expected = clips(root, sets.CAMERAS[1], None)[9:]
+        assert (reader.gather(range(17), "wrist") == np.stack(expected)).all()
+
+
+def test_surplus_frames_and_a_wrong_position_are_reported(tmp_path: Path) -> None:
+    root = sets.write_v2(tmp_path / "v2")
+    sets.write_video(next(root.glob(f"videos/**/{sets.CAMERAS[0]}/*0.mp4")), [11], 1)
+    report = lff.preprocess_robot(root, tmp_path / "out", image_size=(8, 8))
+    assert report.notes == ("episode_000000.mp4: 2 frames after the last episode are not used",)
+
+    root = sets.write_v3(tmp_path / "v3")
+    path = root / "meta" / "episodes" / "chunk-000" / "file-000.parquet"
+    table = pq.read_table(path)
+    rows = table.to_pylist()
+    rows[1][f"videos/{sets.CAMERAS[0]}/from_timestamp"] += 0.1
+    pq.write_table(table.from_pylist(rows), path)
+    report = lff.preprocess_robot(root, tmp_path / "out3", image_size=(8, 8))
+    assert "not where the episode begins" in report.dropped_episodes[0][1]
+
+
+def test_numbers_that_are_not_finite_and_damaged_files_drop_their_episode(tmp_path: Path) -> None:
+    root = sets.write_v2(tmp_path / "set")
+    data = sorted(root.glob("data/**/*.parquet"))
+    table = pq.read_table(data[0])
+    rows = table.to_pylist()
+    rows[3]["action"][1] = float("nan")
+    pq.write_table(table.from_pylist(rows), data[0])
+    data[1].write_bytes(data[1].read_bytes()[:200])
+    report = lff.preprocess_robot(root, tmp_path / "out", image_size=(8, 8))
+    reasons = dict(report.dropped_episodes)
+    assert "not finite" in reasons[0]
+    assert "cannot be read" in reasons[1]
+    for video in root.glob("videos/**/*2.mp4"):
+        video.write_bytes(b"no video")
+    with pytest.raises(lff.InputError, match="no episode"):
+        lff.preprocess_robot(root, tmp_path / "none", image_size=(8, 8))
+    assert not (tmp_path / "none" / "train.lfg").exists()
+
+
+def test_an_unknown_version_and_incomplete_metadata_are_refused(tmp_path: Path) -> None:
+    root = sets.write_v2(tmp_path / "set")
+    info = json.loads((root / "meta" / "info.json").read_text())
+    for change, error in (
+        ({"codebase_version": "v4.0"}, lff.FormatError),
+        ({"features": None}, lff.InputError),
+    ):
+        (root / "meta" / "info.json").write_text(json.dumps(info | change))
+        with pytest.raises(error):
+            lff.preprocess_robot(root, tmp_path / "out")
+
+
+def test_the_command_writes_the_same_file_and_names_what_it_skipped(
+    robot: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = ["--image-size", "24", "40", "--action-horizon", "4", "--relative-actions", "arm"]
+    assert preprocess_cli.main(["--input", str(robot), "--output", str(tmp_path / "cli"), *options]) == 0
+    text = capsys.readouterr().out
+    assert sets.MISSING in text
+    assert "3 episodes, 26 frames" in text
+    report = lff.preprocess_robot(
+        robot, tmp_path / "api", image_size=(24, 40), action_horizon=4, relative_actions=("arm",)
+    )
+    assert (tmp_path / "cli" / "train.lfg").read_bytes() == Path(report.output.path).read_bytes()
+    assert preprocess_cli.main(["--input", str(robot), "--output", str(tmp_path / "json"), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["frames"] == 26
+
+
+@pytest.mark.skipif("LF_ROBOT_DATA" not in os.environ, reason="LF_ROBOT_DATA names no data set")
+def test_every_pixel_of_the_real_set_equals_a_plain_decode(tmp_path: Path) -> None:
+    root = Path(os.environ["LF_ROBOT_DATA"])
+    report = lff.preprocess_robot(root, tmp_path, image_size=(224, 224))
+    assert report.dropped_episodes == ()
+    with lff.Reader(report.output.path) as reader:
+        for name in report.cameras:
+            row = 0
+            for path in sorted(root.glob(f"videos/**/{reader.meta['cameras'][name]['key']}/**/*.mp4")):
+                expected = np.stack(plain_frames(path, (224, 224)))
+                assert (reader.gather(range(row, row + len(expected)), name) == expected).all(), path
+                row += len(expected)
+            assert row == len(reader) == report.frames
