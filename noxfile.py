@@ -11,6 +11,7 @@ import hashlib
 import os
 import shutil
 import sys
+import tomllib
 from pathlib import Path
 
 import nox
@@ -30,7 +31,8 @@ GPU_WHEELS = [
     "annotated-types",
 ]
 GPU_WHEELS += ["typing-inspection", "hypothesis"]
-EXTRAS = {"lf-format": "[tokenizers]"}
+# every optional feature is tested, except that the torch-free packages stay torch-free
+WITHOUT = {"torch"}
 
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
@@ -51,6 +53,11 @@ def _fingerprint(packages: list[str]) -> str:
     return digest.hexdigest()
 
 
+def _extras(package: str) -> list[str]:
+    project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
+    return [name for name in project.get("optional-dependencies", {}) if name not in WITHOUT]
+
+
 def _environment(session: nox.Session, name: str, packages: list[str], tools: list[str]) -> str:
     """Python of a shared environment that holds ``packages`` editable; built on first use."""
     folder = ROOT / ".nox" / f"shared-{name}"
@@ -62,7 +69,7 @@ def _environment(session: nox.Session, name: str, packages: list[str], tools: li
     shutil.rmtree(folder, ignore_errors=True)
     session.run(sys.executable, "-m", "venv", str(folder), external=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    editable = [a for p in packages for a in ("-e", f"packages/{p}{EXTRAS.get(p, '')}")]
+    editable = [a for p in packages for a in ("-e", f"packages/{p}[{','.join(_extras(p))}]")]
     session.run(*pip, "-c", "constraints.txt", *tools, *editable, external=True)
     stamp.write_text(wanted)
     return python
