@@ -92,6 +92,21 @@ def test_golden_file_reads_as_it_was_written(name: str) -> None:
     assert masks == [mask for _, mask, *_ in by_bucket]
 
 
+@pytest.mark.parametrize(
+    ("name", "records", "features"),
+    [
+        ("packed", [[299, 0, 7], [5, 6], [1, 2, 3, 4, 5, 299]], 2),
+        ("dictionaries", [[7] * 8 + [9, 3] + [7] * 6, [7] * 16, [9] * 16], 5),
+    ],
+)
+def test_golden_coded_file_reads(name: str, records: list[list[int]], features: int) -> None:
+    path = GOLDEN / f"{name}.loongbin"
+    assert lff.verify(path).problems == []
+    with lff.Reader(path) as reader:
+        assert reader.opened.header.incompat == features
+        assert [reader.record(i).tokens.tolist() for i in range(3)] == records
+
+
 def test_golden_zstd_file_reads() -> None:
     # Not reproduced: the compressed bytes belong to the zstd version.
     path = GOLDEN / "zstd.loongbin"

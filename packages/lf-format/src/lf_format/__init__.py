@@ -3,7 +3,7 @@
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._fields import Field
-from lf_format._merge import convert, merge
+from lf_format._merge import ConvertReport, convert, merge
 from lf_format._overlap import OverlapReport, overlap
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
@@ -14,6 +14,7 @@ from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
 from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
 from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, loads_tokenizer
+from lf_format._train import Decision
 from lf_format._verify import VerifyReport, verify
 from lf_format._writer import Writer, WriteReport
 
@@ -24,7 +25,9 @@ __all__ = [
     "DOCUMENT_START",
     "BucketSet",
     "ByteTokenizer",
+    "ConvertReport",
     "Dataset",
+    "Decision",
     "Extents",
     "Field",
     "FormatError",

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lf_format import _dictionary
 from lf_format import _layout as lay
 from lf_format._fields import Field
 from lf_format._index import Index
@@ -113,6 +114,8 @@ class IndexRows:
         self._counts = {name: bytearray() for name in counted}
         self._lengths, self._hashes, self._flags = bytearray(), bytearray(), bytearray()
         self._blocks: list[tuple[int, ...]] = []
+        self._of_block: list[int] = []
+        self.dictionaries: list[_dictionary.Dictionary] = []
         self.records = 0
 
     @property
@@ -129,16 +132,18 @@ class IndexRows:
             column += block.counts[name].astype("<u4").tobytes()
         sizes = (head.raw_len, head.stored_len, head.payload_hash)
         self._blocks.append((offset, head.n_records, head.bucket, head.codec, *sizes, block.max_id))
+        self._of_block.append(block.dictionary)
         self.records += head.n_records
 
     def index(self) -> Index:
         """The finished columns."""
         columns = zip(*self._blocks, strict=True) if self._blocks else [()] * 8
         counts = {name: np.frombuffer(column, "<u4") for name, column in self._counts.items()}
-        return Index(
+        index = Index(
             np.frombuffer(self._lengths, "<u4"),
             np.frombuffer(self._hashes, "<u4"),
             np.frombuffer(self._flags, "u1"),
             *(np.array(column, np.uint64) for column in columns),
             counts=counts,
         )
+        return replace(index, extra=_dictionary.columns(self.dictionaries, self._of_block))

@@ -31,6 +31,14 @@ _COLUMNS = {
     "blk.hash": ("block_hash", "<u8"),
     "blk.max_id": ("block_max_id", "<u4"),
 }
+# of dictionaries (section 5.5); the number of rows of "dict." columns is their own
+EXTRA_COLUMNS = {
+    "blk.dict": "<u4",
+    "dict.kind": "u1",
+    "dict.base": "<u4",
+    "dict.length": "<u4",
+    "dict.bytes": "u1",
+}
 Array = npt.NDArray[Any]
 
 
@@ -38,7 +46,8 @@ Array = npt.NDArray[Any]
 class Index:
     """Columns as read-only arrays: lengths, hashes, flags and each of `counts` are [records], others [blocks].
 
-    `counts` has the first axis of every ragged field of a .lfg by field name (columns `len.NAME`).
+    `counts` has the first axis of every ragged field of a .lfg by field name (columns `len.NAME`); `extra` the
+    columns of dictionaries that the file has, by column name.
     """
 
     lengths: Array
@@ -53,6 +62,7 @@ class Index:
     block_hash: Array
     block_max_id: Array
     counts: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
+    extra: Mapping[str, Array] = field(default_factory=dict, kw_only=True)
 
     def pack(self) -> bytes:
         """Bytes of the index, unaligned at its end."""
@@ -61,6 +71,7 @@ class Index:
         }
         for name, counts in self.counts.items():
             columns[f"len.{name}"] = np.ascontiguousarray(counts, "<u4")
+        columns |= self.extra
         head = lay.IndexHeader(
             len(columns), len(self.lengths), len(self.block_count), int(self.lengths.sum(dtype=np.int64))
         )
@@ -111,7 +122,12 @@ def parse_index(raw: bytes, path: str, offset: int, ragged: Sequence[str] = ()) 
 
     columns = {attr: column(name, dtype, sizes[name[:3]]) for name, (attr, dtype) in _COLUMNS.items()}
     counts = {name: column(f"len.{name}", "<u4", header.n_records) for name in ragged}
-    index = Index(**columns, counts=counts)
+    extra = {
+        name: column(name, dtype, header.n_blocks if name == "blk.dict" else found[name].rows)
+        for name, dtype in EXTRA_COLUMNS.items()
+        if name in found
+    }
+    index = Index(**columns, counts=counts, extra=extra)
     total = int(index.lengths.sum(dtype=np.int64))
     if total != header.n_tokens:
         raise FormatError(

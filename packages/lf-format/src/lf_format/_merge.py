@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import numpy as np
+
 from lf_format._blocks import StoredBlock
-from lf_format._codecs import CODEC_IDS, encode
+from lf_format._codecs import BITPACK, encode
 from lf_format._dataset import Dataset, open_dataset
+from lf_format._dictionary import KIND_RANKS
 from lf_format._errors import FormatError
 from lf_format._layout import PROFILE_LFG
 from lf_format._reader import Reader
+from lf_format._train import Decision, Plan, plan
 from lf_format._writer import Writer, WriteReport
 
 PathLike = str | os.PathLike[str]
@@ -31,31 +35,76 @@ def merge(inputs: Sequence[PathLike], output: PathLike, *, _base_offset: int | N
     _refuse_same(inputs, output)
     with open_dataset(inputs) as dataset, _writer_like(dataset, output, _base_offset) as writer:
         for reader in dataset.readers:
+            numbers = _renumbered(reader, writer)
             for block in stored_blocks(reader):
-                writer.append_block(block)
+                writer.append_block(replace(block, dictionary=numbers[block.dictionary]))
         return writer.close()
 
 
-def convert(source: PathLike, output: PathLike, *, codec: str, zstd_level: int = 3) -> WriteReport:
-    """The same records, numbers and blocks under another codec ("raw" or "zstd").
+CODECS = ("raw", "zstd", "bitpack")
+
+
+@dataclass(frozen=True)
+class ConvertReport:
+    """The new file, and what was measured about each dictionary (empty unless asked for)."""
+
+    output: WriteReport
+    decisions: tuple[Decision, ...]
+
+
+def convert(
+    source: PathLike, output: PathLike, *, codec: str, zstd_level: int = 3, dictionaries: bool = False
+) -> ConvertReport:
+    """The same records, numbers and blocks under another codec.
+
+    Args:
+        codec: "raw", "zstd" or "bitpack" (ceil(log2 vocabulary) bits an id; .loongbin only).
+        dictionaries: with "zstd": train a dictionary a bucket and a rank table, and keep those that save at least 2 %
+            on blocks they were not trained on, their own bytes counted.
 
     Raises:
-        FormatError: when the source is damaged or the codec is unknown; no output appears then. OSError.
+        FormatError: when the source is damaged or the arguments do not fit; no output appears then. OSError.
     """
-    if codec not in CODEC_IDS:
-        raise FormatError("codec", expected=" or ".join(CODEC_IDS), found=codec)
+    if codec not in CODECS or (dictionaries and codec != "zstd"):
+        raise FormatError("codec", expected=f"{' or '.join(CODECS)}; zstd for dictionaries", found=codec)
     _refuse_same([source], output)
     with open_dataset([source]) as dataset, _writer_like(dataset, output, None) as writer:
         reader = dataset.readers[0]
+        if reader.opened.header.profile == PROFILE_LFG and (dictionaries or codec == "bitpack"):
+            raise FormatError("codec of a .lfg", path=source, expected="raw or zstd", found=codec)
+        chosen = plan(reader, zstd_level) if dictionaries else Plan(CODECS.index(codec), None, {}, ())
+        numbers = _add_dictionaries(chosen, writer)
         for number, block in enumerate(stored_blocks(reader)):
-            payload = reader.block_payload(number)
-            used, stored = encode(payload, CODEC_IDS[codec], zstd_level)
-            writer.append_block(_recoded(block, used, stored))
-        return writer.close()
+            coding = None
+            if codec == "bitpack" or dictionaries:
+                tokens = int(block.lengths.sum(dtype=np.int64))
+                coding = chosen.coding(block.bucket, tokens, reader.vocab_size, reader.token_dtype)
+            used, stored = encode(reader.block_payload(number), chosen.codec, zstd_level, coding)
+            dictionary = numbers.get(block.bucket, numbers[None]) if used else 0
+            writer.append_block(
+                replace(block, codec=used, stored=stored, dictionary=dictionary if used != BITPACK else 0)
+            )
+        return ConvertReport(writer.close(), chosen.decisions)
 
 
-def _recoded(block: StoredBlock, codec: int, stored: bytes) -> StoredBlock:
-    return replace(block, codec=codec, stored=stored)
+def _add_dictionaries(chosen: Plan, writer: Writer) -> dict[int | None, int]:
+    """Number of each bucket's dictionary in the new file; under None that of the other buckets."""
+    table = 0 if chosen.ranks is None else writer.add_dictionary(chosen.ranks)
+    numbers: dict[int | None, int] = {None: table}
+    for bucket, entry in chosen.dictionaries.items():
+        numbers[bucket] = writer.add_dictionary(replace(entry, base=table))
+    return numbers
+
+
+def _renumbered(reader: Reader, writer: Writer) -> list[int]:
+    """Number in the new file of every dictionary of `reader`, from 0 = none; equal ones are stored once."""
+    numbers = [0]
+    entries = reader.opened.dictionaries.entries
+    tables = {k: writer.add_dictionary(e) for k, e in enumerate(entries, 1) if e.kind == KIND_RANKS}
+    for k, entry in enumerate(entries, 1):
+        base = tables.get(entry.base, 0)
+        numbers.append(tables[k] if k in tables else writer.add_dictionary(replace(entry, base=base)))
+    return numbers
 
 
 def stored_blocks(reader: Reader) -> Iterator[StoredBlock]:
@@ -73,6 +122,7 @@ def stored_blocks(reader: Reader) -> Iterator[StoredBlock]:
             flags=index.flags[rows],
             max_id=int(index.block_max_id[block]),
             counts={name: column[rows] for name, column in index.counts.items()},
+            dictionary=int(reader.opened.dictionaries.of_block[block]),
         )
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from lf_format import _layout as lay
+from lf_format._dictionary import Dictionaries
 from lf_format._errors import FormatError, Place
 from lf_format._index import Index, check_index, parse_index
 from lf_format._schema import Schema, parse_schema
@@ -21,6 +22,7 @@ class Opened:
     schema: Schema
     trailer: lay.Trailer
     index: Index
+    dictionaries: Dictionaries
 
 
 def read_exact(fd: int, size: int, offset: int, path: str) -> bytes:
@@ -54,7 +56,8 @@ def load(fd: int, path: str) -> Opened:
     index = parse_index(index_raw, path, start, [f.name for f in schema.counted])
     _check_totals(raw, trailer, index, path)
     check_index(index, schema, header.vocab_size, (data, start), path)
-    return Opened(header, schema, trailer, index)
+    dictionaries = Dictionaries(index.extra, index.block_codec, header, Place(path, start))
+    return Opened(header, schema, trailer, index, dictionaries)
 
 
 def _hashed(fd: int, offset: int, length: int, digest: int, what: str, path: str) -> bytes:

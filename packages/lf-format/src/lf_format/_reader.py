@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_format import _layout as lay
-from lf_format._codecs import RAW, decode
+from lf_format._codecs import RAW, Coding, decode
 from lf_format._errors import FormatError, Place
 from lf_format._fields import Field
 from lf_format._index import PlaneMap, cumulative, plane_maps
@@ -282,9 +282,17 @@ class Reader:
             return payload
         index, at = self.opened.index, self._payload_at(block)
         stored = self.block_stored(block)
-        payload = decode(stored, int(index.block_codec[block]), int(index.block_raw[block]), self.path, at)
+        codec, raw_len = int(index.block_codec[block]), int(index.block_raw[block])
+        coding = self.coding(block) if codec != RAW else None
+        payload = decode(stored, codec, raw_len, self.path, at, coding)
         self._decoded = (block, payload)  # one assignment, so other threads see a matching pair
         return payload
+
+    def coding(self, block: int) -> Coding:
+        """What the codec of block `block` needs beyond its bytes."""
+        rows = slice(int(self._first[block]), int(self._first[block + 1]))
+        tokens = int(self.lengths[rows].sum(dtype=np.int64))
+        return self.opened.dictionaries.coding(block, tokens, self.token_dtype)
 
     def block_stored(self, block: int) -> bytes:
         """Payload of block `block` as stored; FormatError unless it has its hash."""

@@ -13,8 +13,9 @@ import numpy.typing as npt
 
 from lf_format import _layout as lay
 from lf_format._blocks import StoredBlock
-from lf_format._codecs import RAW, decode
-from lf_format._errors import FormatError
+from lf_format._codecs import RAW, ZSTD, Coding, decode
+from lf_format._dictionary import Dictionaries
+from lf_format._errors import FormatError, Place
 from lf_format._index import Index, cumulative, parse_index
 from lf_format._open import read_exact
 from lf_format._records import record_hash
@@ -92,6 +93,10 @@ def _metadata(path: str) -> tuple[lay.Header, Schema]:
     try:
         size = os.fstat(fd).st_size
         header = lay.parse_header(read_exact(fd, min(size, lay.HEADER_SIZE), 0, path), path)
+        if header.profile != lay.PROFILE_LOONGBIN:
+            raise FormatError(
+                "salvage reads .loongbin files only", path=path, found=f"profile {header.profile}"
+            )
         raw = read_exact(fd, header.schema_len, header.schema_offset, path)
         if lay.xxh3(raw) != header.schema_hash:
             raise FormatError("schema hash", path=path, offset=header.schema_offset)
@@ -110,6 +115,7 @@ class _Rescue:
     header: lay.Header
     schema: Schema
     recut: bool
+    codings: dict[int, Coding] = field(default_factory=dict)
     found: int = 0
     whole: int = 0
     records: int = 0
@@ -181,8 +187,27 @@ class _Rescue:
                 if not sure:
                     self.notes.append(f"index at byte {at} has no trailer that confirms its document flags")
                 rows |= _rows(index)
+                self._learn(index, Place(self.path, at))
             at += lay.SECTION_ALIGN
         return rows
+
+    def _learn(self, index: Index, place: Place) -> None:
+        """Remembers how the blocks of an index decode."""
+        try:
+            known = Dictionaries(index.extra, index.block_codec, self.header, place)
+        except FormatError as error:
+            self.notes.append(f"dictionaries of the index at byte {place.offset} are damaged: {error.what}")
+            return
+        first = index.first_records()
+        for block, offset in enumerate(index.block_offset.tolist()):
+            tokens = int(index.lengths[first[block] : first[block + 1]].sum(dtype=np.int64))
+            self.codings[offset] = known.coding(block, tokens, self.schema.numpy_dtype)
+
+    def _coding(self, at: int, head: lay.BlockHeader) -> Coding | None:
+        coding = self.codings.get(at)
+        if coding is None and (head.dict_id or head.codec > ZSTD):
+            raise FormatError("what decodes it was in the lost index")
+        return coding
 
     def _trailers(self) -> dict[int, lay.Trailer]:
         """Intact trailers by the offset of their index."""
@@ -219,7 +244,10 @@ class _Rescue:
         try:
             if not whole and (head.codec != RAW or rows is None):
                 raise FormatError("payload is damaged")
-            payload = decode(stored, head.codec, head.raw_len, self.path, start) if whole else stored
+            payload = stored
+            if whole and head.codec != RAW:
+                coding = self._coding(at, head)
+                payload = decode(stored, head.codec, head.raw_len, self.path, start, coding)
             if rows is not None:
                 return self._with_rows(at, head, stored, payload, rows, whole)
             return self._without_rows(at, head, stored, payload)
@@ -301,6 +329,9 @@ class _Rescue:
         return list(zip(*planes, strict=True))
 
     def _stored(self, head: lay.BlockHeader, stored: bytes, payload: bytes, rows: Rows) -> StoredBlock:
+        if head.dict_id or head.codec > ZSTD:  # the new file has no dictionaries
+            size = len(payload)
+            head, stored = head._replace(codec=RAW, raw_len=size, stored_len=size, dict_id=0), payload
         if self._raw_len(rows[0]) != head.raw_len:
             raise FormatError("payload size does not fit the lengths")
         ids = np.frombuffer(payload, self.schema.numpy_dtype, int(rows[0].sum()))

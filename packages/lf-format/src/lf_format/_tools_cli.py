@@ -9,9 +9,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from lf_format._codecs import CODEC_IDS
 from lf_format._dataset import open_dataset, shard_paths
-from lf_format._merge import convert, merge
+from lf_format._merge import CODECS, convert, merge
 from lf_format._overlap import overlap
 from lf_format._salvage import salvage
 from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
@@ -114,14 +113,22 @@ def _convert_parser(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "the same records under another codec")
     parser.add_argument("input", help="a .loongbin file")
     parser.add_argument("-o", "--output", required=True, help="new file")
-    parser.add_argument("--codec", required=True, choices=list(CODEC_IDS))
+    parser.add_argument("--codec", required=True, choices=CODECS)
+    parser.add_argument("--dictionaries", action="store_true", help="train dictionaries, keep those that pay")
     parser.add_argument("--zstd-level", type=int, default=3, choices=range(1, 23), metavar="1..22")
 
 
 def _convert(args: argparse.Namespace) -> int:
-    report = convert(args.input, args.output, codec=args.codec, zstd_level=args.zstd_level)
-    text = f"{report.path}: {report.records} records, {report.tokens} tokens, {report.bytes} bytes"
-    _print(args, dataclasses.asdict(report), text)
+    options = {"zstd_level": args.zstd_level, "dictionaries": args.dictionaries}
+    report = convert(args.input, args.output, codec=args.codec, **options)
+    new = report.output
+    lines = [f"{new.path}: {new.records} records, {new.tokens} tokens, {new.bytes} bytes"]
+    for d in report.decisions:
+        where = "all buckets" if d.bucket is None else f"bucket {d.bucket}"
+        lines.append(
+            f"  {where}: {d.kind} of {d.nbytes} bytes {'kept' if d.kept else 'not kept'}: {d.reason}"
+        )
+    _print(args, dataclasses.asdict(report), "\n".join(lines))
     return 0
 
 

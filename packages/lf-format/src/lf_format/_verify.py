@@ -90,7 +90,7 @@ class _Scan:
         expected = lay.BlockHeader(
             bucket=int(index.block_bucket[block]),
             codec=int(index.block_codec[block]),
-            dict_id=0,
+            dict_id=int(self.reader.opened.dictionaries.of_block[block]),
             n_records=int(index.block_count[block]),
             first_record=int(self.first[block]),
             raw_len=int(index.block_raw[block]),

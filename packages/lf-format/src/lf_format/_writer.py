@@ -20,6 +20,7 @@ from lf_format import _layout as lay
 from lf_format._atomic import AtomicFile
 from lf_format._blocks import IndexRows, PendingBlock, StoredBlock
 from lf_format._codecs import CODEC_IDS, encode
+from lf_format._dictionary import Dictionary, features
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
 from lf_format._records import check_mask, check_tokens, pack_bits
@@ -200,6 +201,13 @@ class Writer:
         self._check_open()
         self._guarded(self._put, block)
 
+    def add_dictionary(self, dictionary: Dictionary) -> int:
+        """Number for StoredBlock.dictionary; an equal one that is there already keeps its number."""
+        known = self._rows.dictionaries
+        if dictionary not in known:
+            known.append(dictionary)
+        return known.index(dictionary) + 1
+
     def close(self) -> WriteReport:
         """Finishes the file and gives it its final name; the same report again when called twice."""
         if self._report is None:
@@ -261,6 +269,8 @@ class Writer:
 
     def _finish(self) -> None:
         index = self._rows.index()
+        incompat = features(index.block_codec, self._rows.dictionaries)
+        self._header = self._header._replace(incompat=incompat)
         packed = index.pack()
         digest = lay.xxh3(packed)
         hashes = index.block_hash.astype("<u8").tobytes()

@@ -1,0 +1,82 @@
+"""Real token ids for size measurements: Python source and documentation of this machine under an own BPE.
+
+    python benchmarks/real_ids.py OUT --megabytes 64
+
+writes OUT/tokenizer.json and OUT/docs.npz (input_ids: one uint16 array a file).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+
+VOCAB = 32_000
+ROOTS = ("/usr/share/doc", "/usr/share/perl", "/usr/lib/python3", "/usr/include", "/opt")
+SUFFIXES = {".py", ".md", ".rst", ".txt", ".html", ".h", ".pyi", ".hpp", ".c"}
+
+
+def texts(roots: list[str]) -> Iterator[str]:
+    """UTF-8 files of SUFFIXES below `roots`, in path order, each content once."""
+    seen: set[int] = set()
+    for root in dict.fromkeys(roots):
+        for folder, folders, names in os.walk(root):
+            folders.sort()
+            for name in sorted(names):
+                path = Path(folder, name)
+                if path.suffix in SUFFIXES and path.is_file() and 200 < path.stat().st_size < 1 << 20:
+                    try:
+                        text = path.read_text("utf-8")
+                    except (UnicodeDecodeError, OSError):
+                        continue
+                    if hash(text) not in seen:
+                        seen.add(hash(text))
+                        yield text
+
+
+def main() -> int:
+    """Trains the BPE on every fourth text and stores ids until there are enough."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--roots", nargs="+", default=[sysconfig.get_path("stdlib"), *ROOTS])
+    args = parser.parse_args()
+    args.output.mkdir(parents=True, exist_ok=True)
+    wanted = args.megabytes * 1_000_000 // 2
+    documents, size = [], 0
+    for text in texts(args.roots):
+        documents.append(text)
+        size += len(text)
+        if size > wanted * 5:
+            break
+    np.random.default_rng(0).shuffle(documents)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
+    tokenizer.train_from_iterator(documents[: max(len(documents) // 8, 1)], trainer)
+    tokenizer.save(str(args.output / "tokenizer.json"))
+    rows: list[np.ndarray] = []
+    tokens = 0
+    for at in range(0, len(documents), 256):
+        for encoding in tokenizer.encode_batch(documents[at : at + 256]):
+            rows.append(np.array(encoding.ids, np.uint16))
+            tokens += len(encoding.ids)
+        if tokens >= wanted:
+            break
+    packed = np.empty(len(rows), object)
+    packed[:] = rows
+    np.savez(args.output / "docs.npz", input_ids=packed)
+    print(f"{len(rows)} documents, {tokens} tokens, {2 * tokens} bytes of ids")
+    return 0 if tokens >= wanted else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
