@@ -5,6 +5,7 @@ from ._errors import DataError, EngineError, LoaderError, PlanError, StateError
 from ._packed import PackedStats
 from ._runs import BucketRuns
 from ._stats import LoaderInfo, LoaderStats
+from .device import Backend, CudaBackend
 from .engine import EngineInfo
 from .loader import LoongDataLoader, plan_of
 from .map_style import Collate, MapDataset, PlanSampler, Sample, collate
@@ -15,10 +16,12 @@ from .packing import Packing, Varlen, pack, varlen
 from .plan import BatchSpec, Plan
 
 __all__ = [
+    "Backend",
     "Batch",
     "BatchSpec",
     "BucketRuns",
     "Collate",
+    "CudaBackend",
     "DataError",
     "EngineError",
     "EngineInfo",

@@ -25,7 +25,7 @@ _GROUPS = 5
 MAX_PREFETCH = MAX_FLYING // _GROUPS - 1
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class PackedStats(LoaderStats):
     """LoaderStats of a loader that packs; `plan_s` is then the time spent packing.
 

@@ -21,6 +21,7 @@ class LoaderStats:
         engine, reason: which engine works and why.
         pages: pages under the pool.
         slots: slots of the pool.
+        copy_s, copied_bytes: seconds the caller spent starting copies to the device, bytes of them.
     """
 
     batches: int
@@ -39,6 +40,8 @@ class LoaderStats:
     reason: str
     pages: str
     slots: int
+    copy_s: float = 0.0
+    copied_bytes: int = 0
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """LoongDataLoader: checked, bucketed, deterministic batches from an lf-format data set."""
 
+import functools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,8 +11,9 @@ from ._batch import Batch, converter, layout_of, make_pool
 from ._errors import LoaderError, StateError
 from ._packed import MAX_PREFETCH, PackedPipeline
 from ._pipeline import Pipeline
-from ._sources import Joined, make_plan, plan_of, sources_of
+from ._sources import AnyPlan, Joined, make_plan, plan_of, sources_of
 from ._stats import LoaderInfo, LoaderStats
+from .device import Backend, DeviceFeed, backend_of
 from .engine import MAX_FLYING, Counters, choose
 from .mixing import Weight
 from .pack_plan import PackPlan
@@ -49,6 +51,9 @@ class LoongDataLoader:
         pack: tokens of a row into which whole documents are packed (see PackPlan); the loader then yields
             PackedBatch. None pads every record to a row of its own.
         pack_window: records packed together; None chooses.
+        device: "cuda" or "cuda:N" copies every batch there, one batch ahead, from page-locked slots on a stream
+            of its own; all of a batch but `ids` is then on the device. None and "cpu" leave batches as they
+            are. A Backend of your own is taken as it is.
 
     A loader is its own iterator and goes on where it stopped; after the last epoch the next `iter` starts
     again at step 0. Threads may share it: each batch is delivered once. After fork the child goes on from
@@ -80,6 +85,7 @@ class LoongDataLoader:
         verify: bool = True,
         pack: int | None = None,
         pack_window: int | None = None,
+        device: Any = None,
     ) -> None:
         sources = sources_of(dataset, datasets, weights)
         self.plan = make_plan(
@@ -99,6 +105,7 @@ class LoongDataLoader:
         self._threads, self._threads_reason = engine_threads(num_workers, self._prefetch)
         self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
         self._convert = converter(return_type)
+        self._backend = backend_of(device, return_type)
         self._hugepages = hugepages
         self._verify = bool(verify)
         self._lock = threading.Lock()
@@ -106,6 +113,7 @@ class LoongDataLoader:
         self._started = self._exhausted = self._closed = False
         self._pid = os.getpid()
         self._pipeline = self._open()
+        self._feed = self._feed_of(self._backend)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -147,10 +155,10 @@ class LoongDataLoader:
             self._require_open()
             self._follow_fork()
             self._started = True
-            if self._at_end():
+            if _past(self.plan, self._epochs, self._step):
                 self._exhausted = True
                 raise StopIteration
-            batch = self._pipeline.fetch(self._step, self._end)
+            batch = self._feed.fetch(self._step, self._end)
             self._step += 1
             return batch
 
@@ -191,6 +199,8 @@ class LoongDataLoader:
             reason=info.reason,
             pages=pipeline.pool.pages,
             slots=pipeline.pool.slots,
+            copy_s=self._feed.copy_s if isinstance(self._feed, DeviceFeed) else 0.0,
+            copied_bytes=self._feed.copied_bytes if isinstance(self._feed, DeviceFeed) else 0,
             **asdict(counters),
         )
         return pipeline.stats(stats) if isinstance(pipeline, PackedPipeline) else stats
@@ -209,7 +219,7 @@ class LoongDataLoader:
             records=self.plan.records,
             steps_per_epoch=0 if isinstance(self.plan, PackPlan) else self.plan.steps_per_epoch,
             fingerprint=self.plan.fingerprint,
-            notes=_notes(),
+            notes=_notes(self._feed),
         )
 
     def close(self) -> None:
@@ -219,9 +229,9 @@ class LoongDataLoader:
                 return
             self._closed = True
             if os.getpid() == self._pid:
-                self._pipeline.close()
+                self._feed.close()
             else:
-                self._pipeline.abandon()
+                self._feed.abandon()
 
     def __enter__(self) -> Self:
         return self
@@ -239,13 +249,8 @@ class LoongDataLoader:
             return None
         return self._epochs * self.plan.steps_per_epoch
 
-    def _at_end(self) -> bool:
-        if isinstance(self.plan, PackPlan):
-            return self._epochs is not None and self.plan.epoch(self._step) >= self._epochs
-        end = self._end
-        return end is not None and self._step >= end
-
     def _open(self) -> Pipeline | PackedPipeline:
+        convert = self._convert if self._backend is None else converter("numpy")
         slots = self._prefetch + _SPARE_SLOTS
         pool = make_pool(self._layout, self.plan.buckets, slots, self._hugepages)
         raw = all(reader.codecs_raw for reader in self._dataset.readers)
@@ -255,24 +260,42 @@ class LoongDataLoader:
         )  # fmt: skip
         if isinstance(self.plan, PackPlan):
             return PackedPipeline(
-                self._dataset, self.plan, self._rows, self._layout, pool, engine, self._convert,
+                self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
                 raw=raw, verify=self._verify, prefetch=self._prefetch, epochs=self._epochs,
             )  # fmt: skip
         return Pipeline(
-            self._dataset, self.plan, self._rows, self._layout, pool, engine, self._convert,
+            self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
             raw=raw, verify=self._verify, prefetch=self._prefetch,
         )  # fmt: skip
+
+    def _feed_of(self, backend: Backend | None) -> Pipeline | PackedPipeline | DeviceFeed:
+        if backend is None:
+            return self._pipeline
+        past = functools.partial(_past, self.plan, self._epochs)
+        return DeviceFeed(self._pipeline, backend, self._convert, past)
 
     def _follow_fork(self) -> None:
         """A forked child has none of the threads, and the parent goes on writing the shared slots."""
         if os.getpid() != self._pid:
-            self._pipeline.abandon()
+            if self._backend is not None:
+                raise LoaderError("a device cannot be used after fork; make the loader in the child")
+            self._feed.abandon()
             self._pid = os.getpid()
             self._pipeline = self._open()
+            self._feed = self._pipeline
 
     def _require_open(self) -> None:
         if self._closed:
             raise LoaderError("the loader is closed")
+
+
+def _past(plan: AnyPlan, epochs: int | None, step: int) -> bool:
+    """Whether a step lies behind the last epoch."""
+    if epochs is None:
+        return False
+    if isinstance(plan, PackPlan):
+        return plan.epoch(step) >= epochs
+    return step >= epochs * plan.steps_per_epoch
 
 
 def engine_threads(num_workers: int, prefetch: int) -> tuple[int, str]:
@@ -303,8 +326,11 @@ def _in_range(name: str, value: int, low: int, high: int | None = None) -> int:
     return value
 
 
-def _notes() -> tuple[str, ...]:
+def _notes(feed: object) -> tuple[str, ...]:
+    notes = []
+    if isinstance(feed, DeviceFeed) and feed.pinned:
+        notes.append(f"slots are not page-locked: {feed.pinned}")
     mode = os.environ.get("LOONGFORGE_NCCL_BARRIER_MODE")
-    if mode is None:
-        return ()
-    return (f"LOONGFORGE_NCCL_BARRIER_MODE={mode}: no effect; the C code uses C11 acquire/release",)
+    if mode is not None:
+        notes.append(f"LOONGFORGE_NCCL_BARRIER_MODE={mode}: no effect; the C code uses C11 acquire/release")
+    return tuple(notes)
