@@ -11,6 +11,10 @@ from typing import Any
 
 import numpy.typing as npt
 
+from lf_format._convert_arrow import arrow_files, is_arrow_folder, table_values
+from lf_format._convert_mds import is_mds, mds_values
+from lf_format._convert_megatron import megatron_documents
+from lf_format._convert_webdataset import tar_values
 from lf_format._errors import InputError
 from lf_format._npz import npz_documents
 
@@ -30,6 +34,8 @@ class Document:
 def input_files(inputs: Inputs) -> list[Path]:
     """Files of `inputs` in order; a directory stands for its files by sorted path, hidden ones excepted.
 
+    An MDS data set stays a folder, a datasets folder becomes its Arrow files, and a .bin beside an .idx is left to it.
+
     Raises:
         InputError: for a path that does not exist, or when nothing is found.
     """
@@ -37,7 +43,7 @@ def input_files(inputs: Inputs) -> list[Path]:
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
-            files += sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+            files += _folder(path)
         elif path.exists():
             files.append(path)
         else:
@@ -49,20 +55,55 @@ def input_files(inputs: Inputs) -> list[Path]:
     return files
 
 
+def _folder(path: Path) -> list[Path]:
+    if is_mds(path):
+        return [path]
+    if is_arrow_folder(path):
+        return arrow_files(path)
+    found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
+    return [p for p in found if p.suffix != ".bin" or p.with_suffix(".idx") not in found]
+
+
+def holds_ids(path: Path, ids_key: str | None) -> bool:
+    """Whether the documents of an input file are token ids already."""
+    if path.suffix in (".npz", ".idx"):
+        return True
+    return ids_key is not None and (path.is_dir() or path.suffix in (".tar", ".parquet", ".arrow"))
+
+
 def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def file_documents(files: Iterable[Path], text_key: str) -> Iterator[Document]:
-    """Documents of .jsonl (one a line, its `text_key`), .npz (one a row) and any other file as UTF-8 text."""
+def file_documents(files: Iterable[Path], text_key: str, ids_key: str | None = None) -> Iterator[Document]:
+    """Documents of each file by its kind; a file of no known kind is one document of UTF-8 text.
+
+    Args:
+        text_key: key or column of the text in .jsonl, .tar, .parquet, .arrow and MDS.
+        ids_key: column of token ids instead, in all of these but .jsonl.
+    """
     for path in files:
         if path.suffix == ".jsonl":
             yield from _jsonl(path, text_key)
+        elif path.suffix == ".idx":
+            for name, ids in megatron_documents(path):
+                yield Document(name, ids=ids)
+        elif path.is_dir():
+            yield from map(_of_value, mds_values(path, ids_key or text_key))
+        elif path.suffix == ".tar":
+            yield from map(_of_value, tar_values(path, text_key, ids_key))
+        elif path.suffix in (".parquet", ".arrow"):
+            yield from map(_of_value, table_values(path, ids_key or text_key))
         elif path.suffix == ".npz":
             for name, ids, mask in npz_documents(path):
                 yield Document(name, ids=ids, loss_mask=mask)
         else:
             yield Document(str(path), text=_decoded(path.read_bytes(), path, str(path)))
+
+
+def _of_value(item: tuple[str, str | npt.NDArray[Any]]) -> Document:
+    name, value = item
+    return Document(name, text=value) if isinstance(value, str) else Document(name, ids=value)
 
 
 def _decoded(raw: bytes, path: Path, name: str, offset: int = 0) -> str:

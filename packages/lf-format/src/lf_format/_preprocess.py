@@ -15,7 +15,8 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_format._atomic import sync_directory
-from lf_format._documents import Document, Inputs, file_documents, input_files
+from lf_format._convert_megatron import megatron_largest_id
+from lf_format._documents import Document, Inputs, file_documents, holds_ids, input_files
 from lf_format._encode import Encoded, encoded
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import TOKEN_DTYPES
@@ -29,6 +30,7 @@ from lf_format._tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from lf_format._writer import Writer, WriteReport
 
 DEFAULT_MAX_LEN = 2048
+_LARGEST = {".npz": largest_id, ".idx": megatron_largest_id}
 Progress = Callable[[int, int], None]
 Array = npt.NDArray[Any]
 
@@ -165,16 +167,19 @@ def preprocess(
     output_dir: str | os.PathLike[str],
     *,
     text_key: str = "text",
+    ids_key: str | None = None,
     vocab_size: int | None = None,
     **options: Unpack[OptionKeys],
 ) -> PreprocessReport:
     """Packs files into output_dir/train.loongbin and, with `eval_fraction`, output_dir/eval.loongbin.
 
     Args:
-        inputs: files or directories: .jsonl (one document a line), .npz (tokenized), any other file is one
-            UTF-8 document.
+        inputs: files or directories: .jsonl (one document a line), .npz and Megatron .idx (token ids), MDS and
+            Hugging Face datasets folders, WebDataset .tar, .parquet; any other file is one UTF-8 document.
         output_dir: made when missing; earlier outputs in it are replaced at the end.
-        text_key: key of the text in .jsonl lines.
+        text_key: key or column of the text.
+        ids_key: column of token ids instead, in MDS, datasets folders, .tar and .parquet; needs vocab_size or a
+            tokenizer.
         vocab_size: for .npz input without a tokenizer; otherwise the tokenizer's.
         tokenizer: "bytes" (default for text) or the path of a tokenizer.json.
         buckets: bucket edges in tokens, or `bucket_size`, `min_len`, `max_len` to derive them (bucket_edges).
@@ -191,14 +196,15 @@ def preprocess(
             died. OSError. No new file has a final name then.
     """
     files, chosen = input_files(inputs), _Options(**options)
-    tokenized = [f for f in files if f.suffix == ".npz"]
+    tokenized = [f for f in files if holds_ids(f, ids_key)]
     only_ids = chosen.tokenizer is None and len(tokenized) == len(files)
     vocabulary = _of_ids(tokenized, vocab_size) if only_ids else _of_tokenizer(chosen, vocab_size)
     if only_ids:  # workers tokenize, and here is nothing to tokenize
         chosen = replace(chosen, num_workers=1)
-    masks = any("loss_mask" in npz_members(f) for f in tokenized)
+    masks = any("loss_mask" in npz_members(f) for f in tokenized if f.suffix == ".npz")
     return _run(
-        file_documents(files, text_key), _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks)
+        file_documents(files, text_key, ids_key),
+        _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks),
     )
 
 
@@ -226,7 +232,10 @@ def _of_ids(files: list[Path], vocab_size: int | None) -> _Vocabulary:
     """Tokenized input says nothing about its tokenizer."""
     note = None
     if vocab_size is None:
-        vocab_size = max(max(map(largest_id, files)) + 1, 1)
+        unknown = [f for f in files if f.suffix not in _LARGEST]
+        if unknown:
+            raise FormatError("vocab_size is needed for ids of this kind", path=unknown[0])
+        vocab_size = max(max(_LARGEST[f.suffix](f) for f in files) + 1, 1)
         note = f"vocabulary size {vocab_size} is the largest id + 1; vocab_size fixes it"
     return _Vocabulary(ByteTokenizer(), TokenizerInfo("unknown", ""), vocab_size, note)
 

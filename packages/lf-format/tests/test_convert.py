@@ -1,0 +1,215 @@
+"""Peers' formats in: each written here byte by byte from its description, damaged, and read through preprocess."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+import struct
+import tarfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zstandard
+
+import lf_format as lff
+from lf_format import preprocess_cli
+from lf_format._convert_megatron import megatron_documents
+from lf_format._documents import file_documents, input_files
+
+IDS = [[1, 2, 3], [4], [5, 6, 7, 8, 600]]
+TEXTS = ["a", "bäh", "third one"]
+
+
+def megatron(folder: Path) -> Path:
+    """IDS as three documents, the last in two sequences."""
+    rows = [IDS[0], IDS[1], IDS[2][:2], IDS[2][2:]]
+    (folder / "set.bin").write_bytes(b"".join(np.array(r, "<u2").tobytes() for r in rows))
+    lengths = [len(r) for r in rows]
+    starts = [2 * sum(lengths[:k]) for k in range(4)]
+    head = struct.pack("<9sQBQQ", b"MMIDIDX\0\0", 1, 8, 4, 4)
+    (folder / "set.idx").write_bytes(head + struct.pack("<4i4q4q", *lengths, *starts, 0, 1, 2, 4))
+    return folder / "set.idx"
+
+
+def mds(folder: Path, zipped: bool = False, encoding: str = "ndarray:uint16") -> Path:
+    """Two columns: ids of `encoding`, and text."""
+    folder = folder / "mds"
+    folder.mkdir()
+    samples = []
+    for ids, text in zip(IDS, TEXTS, strict=True):
+        values = bytes([1 << 2, len(ids)]) + np.array(ids, "<u2").tobytes()
+        values = bytes([16]) * (encoding == "ndarray") + values
+        words = text.encode()
+        samples.append(struct.pack("<2I", len(values), len(words)) + values + words)
+    description = b"{}"
+    at = 4 * 5 + len(description)
+    offsets = [at + sum(map(len, samples[:k])) for k in range(4)]
+    raw = struct.pack("<5I", 3, *offsets) + description + b"".join(samples)
+    name = "shard.00000.mds" + ".zstd" * zipped
+    (folder / name).write_bytes(zstandard.compress(raw) if zipped else raw)
+    data = {"basename": name, "bytes": len(raw), "hashes": {}}
+    shard: dict[str, Any] = {"column_names": ["ids", "text"], "column_encodings": [encoding, "str"]}
+    shard |= {"column_sizes": [None, None], "format": "mds", "samples": 3, "raw_data": data, "zip_data": None}
+    shard |= {"compression": None, "version": 2}
+    if zipped:
+        shard |= {
+            "compression": "zstd:3",
+            "zip_data": data,
+            "raw_data": data | {"basename": "shard.00000.mds"},
+        }
+    (folder / "index.json").write_text(json.dumps({"version": 2, "shards": [shard]}))
+    return folder
+
+
+def tar(folder: Path) -> Path:
+    """Samples with ids (.ids.npy), text (.txt) for the first two and .json for the last, and a member to ignore."""
+    with tarfile.open(folder / "set.tar", "w") as archive:
+        for k, (ids, text) in enumerate(zip(IDS, TEXTS, strict=True)):
+            array = io.BytesIO()
+            np.save(array, np.array(ids, np.uint16))
+            words = ("txt", text.encode()) if k < 2 else ("json", json.dumps({"text": text}).encode())
+            for extension, content in (("ids.npy", array.getvalue()), words, ("jpg", b"\xff\xd8")):
+                member = tarfile.TarInfo(f"a.folder/{k:04}.{extension}")
+                member.size = len(content)
+                archive.addfile(member, io.BytesIO(content))
+    return folder / "set.tar"
+
+
+def parquet(folder: Path) -> Path:
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+    import pyarrow.parquet as pq
+
+    pq.write_table(pa.table({"ids": IDS, "text": TEXTS}), folder / "set.parquet")
+    return folder / "set.parquet"
+
+
+def arrow(folder: Path) -> Path:
+    """What datasets.save_to_disk leaves."""
+    pytest.importorskip("pyarrow")
+    import pyarrow as pa
+
+    folder = folder / "hf"
+    folder.mkdir()
+    table = pa.table({"ids": pa.array(IDS, pa.list_(pa.int32())), "text": TEXTS})
+    with pa.ipc.new_stream(folder / "data-00000-of-00001.arrow", table.schema) as stream:
+        stream.write_table(table, max_chunksize=2)
+    (folder / "state.json").write_text(
+        json.dumps({"_data_files": [{"filename": "data-00000-of-00001.arrow"}]})
+    )
+    (folder / "dataset_info.json").write_text("{}")
+    return folder
+
+
+def zipped_mds(folder: Path) -> Path:
+    return mds(folder, zipped=True)
+
+
+def loose_mds(folder: Path) -> Path:
+    return mds(folder, encoding="ndarray")
+
+
+Maker = Callable[[Path], Path]
+MAKERS: list[Maker] = [megatron, mds, zipped_mds, loose_mds, tar, parquet, arrow]
+
+
+def ids_key(make: Maker) -> str | None:
+    return None if make is megatron else "ids.npy" if make is tar else "ids"
+
+
+def read(path: Path, ids_key: str | None) -> list[Any]:
+    documents = file_documents(input_files(path), "text", ids_key)
+    return [d.text if d.ids is None else d.ids.tolist() for d in documents]
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_ids_of_every_format(make: Maker, tmp_path: Path) -> None:
+    path = make(tmp_path)
+    assert read(path, ids_key(make)) == IDS
+    report = lff.preprocess(path, tmp_path / "out", ids_key=ids_key(make), vocab_size=1000, max_len=16)
+    assert (report.documents, report.tokens, report.vocab_size) == (3, 9, 1000)
+    with lff.Reader(tmp_path / "out" / "train.loongbin") as reader:
+        assert sorted(reader.record(i).tokens.tolist() for i in range(3)) == IDS
+
+
+@pytest.mark.parametrize("make", MAKERS[1:])
+def test_text_of_every_format(make: Maker, tmp_path: Path) -> None:
+    path = make(tmp_path)
+    assert read(path, None) == TEXTS
+    arguments = ["--input", str(path), "--output", f"{tmp_path}/out", "--max-len", "16"]
+    assert preprocess_cli.main(arguments) == 0
+    with lff.Reader(tmp_path / "out" / "train.loongbin") as reader:
+        texts = [lff.load_tokenizer("bytes").decode(reader.record(i).tokens) for i in range(3)]
+    assert sorted(texts) == sorted(TEXTS)
+
+
+@pytest.mark.parametrize("make", MAKERS)
+def test_damage_is_one_typed_error(make: Maker, tmp_path: Path) -> None:
+    path = make(tmp_path)
+    files = sorted(p for p in (path if path.is_dir() else tmp_path).iterdir() if p.is_file())
+    dice = random.Random(8)
+    for _ in range(40 if make in (parquet, arrow) else 150):
+        target = dice.choice(files)
+        whole = target.read_bytes()
+        raw = bytearray(whole)
+        for _ in range(dice.choice([1, 1, 4])):
+            raw[dice.randrange(len(raw))] = dice.randrange(256)
+        target.write_bytes(raw[: dice.choice([len(raw), len(raw), dice.randrange(len(raw))])])
+        for key in (ids_key(make), None):
+            try:
+                read(path, key)
+            except lff.InputError:
+                pass
+            except MemoryError:
+                pytest.fail("an unbounded size")
+        target.write_bytes(whole)
+
+
+def test_megatron_largest_id_decides_the_vocabulary(tmp_path: Path) -> None:
+    report = lff.preprocess(megatron(tmp_path), tmp_path / "out", max_len=16)
+    assert report.vocab_size == 601
+    assert "largest id + 1" in report.notes[0]
+
+
+def test_a_folder_with_megatron_files_is_read_once(tmp_path: Path) -> None:
+    megatron(tmp_path)
+    assert [f.name for f in input_files(tmp_path)] == ["set.idx"]
+
+
+@pytest.mark.parametrize("field", ["length", "pointer", "boundary", "bin"])
+def test_megatron_pointers_outside_the_bin_are_refused(tmp_path: Path, field: str) -> None:
+    path = megatron(tmp_path)
+    raw = bytearray(path.read_bytes())
+    if field == "bin":
+        (tmp_path / "set.bin").unlink()
+    elif field == "length":
+        struct.pack_into("<i", raw, 34, 2**31 - 1)
+    else:
+        struct.pack_into("<q", raw, 34 + (16 if field == "pointer" else 48 + 8), 2**62)
+    path.write_bytes(raw)
+    with pytest.raises(lff.InputError):
+        list(megatron_documents(path))
+
+
+@pytest.mark.parametrize("make", [mds, tar, parquet])
+def test_ids_without_a_vocabulary_are_refused(make: Maker, tmp_path: Path) -> None:
+    with pytest.raises(lff.FormatError, match="vocab_size is needed"):
+        lff.preprocess(make(tmp_path), tmp_path / "out", ids_key=ids_key(make))
+
+
+@pytest.mark.parametrize("make", [mds, tar, parquet, arrow])
+def test_a_column_that_is_not_there_is_named(make: Maker, tmp_path: Path) -> None:
+    with pytest.raises(lff.InputError, match="nothing"):
+        read(make(tmp_path), "nothing")
+
+
+def test_shard_names_cannot_leave_the_folder(tmp_path: Path) -> None:
+    folder = mds(tmp_path)
+    index = (folder / "index.json").read_text().replace("shard.00000.mds", "../shard.00000.mds")
+    (folder / "index.json").write_text(index)
+    with pytest.raises(lff.InputError, match="plain file name"):
+        read(folder, "ids")
