@@ -218,7 +218,9 @@ def test_missing_and_unknown_fields_are_refused(tmp_path: Path) -> None:
     "field",
     [
         Field("x", "tensor", "float31", "", (2,)),
-        Field("x", "video", "uint8", "", (-1,)),
+        Field("x", "video", "uint8", "", (-1,)),  # without its frame table
+        Field("x", "video", "uint8", "", (4,)),
+        Field("x", "sound", "uint8", "", (-1,)),
         Field("x", "bits", "uint8", "", (2,)),
         Field("x", "tokens", "int64", "", (-1,)),
         Field("x", "tokens", "int32", "", (2, 2)),

@@ -1,10 +1,12 @@
 """Checked binary containers for training samples: .loongbin token sequences in length buckets."""
 
+from lf_format._clips import video_frames, video_sample
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._fields import Field
 from lf_format._merge import ConvertReport, convert, merge
 from lf_format._overlap import OverlapReport, overlap
+from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._reader import Extents, Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
@@ -35,6 +37,7 @@ __all__ = [
     "JsonTokenizer",
     "LengthSummary",
     "OverlapReport",
+    "PairsReport",
     "PreprocessReport",
     "Reader",
     "Record",
@@ -57,9 +60,12 @@ __all__ = [
     "overlap",
     "preprocess",
     "preprocess_documents",
+    "preprocess_pairs",
     "preprocess_robot",
     "salvage",
     "suggest_buckets",
     "summarize",
     "verify",
+    "video_frames",
+    "video_sample",
 ]

@@ -16,6 +16,7 @@ MAX_FIELDS = 128
 MAX_AXES = 8
 MAX_RAGGED_NAME = 20  # the column "len.NAME" has 24 bytes
 MAX_NAME = 64
+VIDEO_PARTS = ("", ".frames", ".base")  # file bytes; (pts, keyframe) a frame; time base as a fraction
 _WIDTHS = {"uint8": "u1", "uint16": "<u2", "uint32": "<u4"}
 TOKEN_DTYPES: dict[str, np.dtype[Any]] = {name: np.dtype(code) for name, code in _WIDTHS.items()}
 SAMPLE_TOKEN_DTYPES = TOKEN_DTYPES | {"int32": np.dtype("<i4")}
@@ -34,7 +35,7 @@ class Field:
     Attributes:
         name: "tokens" or "loss_mask" in a .loongbin; free in a .lfg, at most 64 bytes (20 when ragged).
         kind: "tokens" (ids below the vocabulary size), "bits" (one bit a value, packed per record), and in a
-            .lfg also "tensor", "bytes", "image" (raw HWC pixels, or a JPEG file when ragged).
+            .lfg also "tensor", "bytes", "image" (raw HWC pixels, or a JPEG file when ragged), "video" (a file).
         dtype: of the stored values; "bit" for bits.
         role: what a trainer does with it, "input" or "loss_mask" for example; free text in a .lfg.
         shape: of one record; a first axis of -1 is ragged. () is a scalar.
@@ -72,6 +73,16 @@ class Field:
     def image(cls, name: str, shape: tuple[int, ...] | None = None, role: str = "pixels") -> Field:
         """Raw uint8 pixels of shape (height, width, channels); None = a JPEG file of any size."""
         return cls(name, "image", "uint8", role, (-1,) if shape is None else tuple(shape))
+
+    @classmethod
+    def video(cls, name: str, role: str = "video") -> tuple[Field, Field, Field]:
+        """A video file of any size, its frame table and time base (see `video_sample`): three fields."""
+        file, table, base = (name + end for end in VIDEO_PARTS)
+        return (
+            cls(file, "video", "uint8", role),
+            cls(table, "tensor", "int64", "frames", (-1, 2)),
+            cls(base, "tensor", "int64", "time_base", (2,)),
+        )
 
     @property
     def ragged(self) -> bool:
@@ -142,15 +153,15 @@ def check_field(field: Field, vocab_size: int) -> None:
 
 def _check_kind(field: Field, vocab_size: int, require: Any) -> None:
     dtypes = {"tokens": list(SAMPLE_TOKEN_DTYPES), "bits": ["bit"], "tensor": list(TENSOR_DTYPES)}
-    dtypes |= {"bytes": ["uint8"], "image": ["uint8"]}
+    dtypes |= {"bytes": ["uint8"], "image": ["uint8"], "video": ["uint8"]}
     require(field.kind in dtypes, "kind", " ".join(dtypes), field.kind)
     require(field.dtype in dtypes[field.kind], "dtype", " ".join(dtypes[field.kind]), field.dtype)
     if field.kind == "tokens":
         require(len(field.shape) == 1, "shape of tokens", "(n,) or (-1,)", field.shape)
         holds = int(np.iinfo(field.numpy_dtype).max) + 1
         require(vocab_size <= holds, f"vocabulary for {field.dtype}", f"<= {holds}", vocab_size)
-    if field.kind == "bytes":
-        require(field.shape == (-1,), "shape of bytes", (-1,), field.shape)
+    if field.kind in ("bytes", "video"):
+        require(field.shape == (-1,), f"shape of {field.kind}", (-1,), field.shape)
     if field.kind == "image":
         jpeg = field.shape == (-1,)
         require(

@@ -49,7 +49,7 @@ def _encode(field: Field, value: object, vocab: int, longest: int, document: obj
         ids = check_tokens(value, vocab, longest, field.numpy_dtype, f"{document}, {field.name}")
         _check_shape(field, ids, document)
         return ids.tobytes(), len(ids)
-    if isinstance(value, (bytes, bytearray, memoryview)) and field.kind in ("bytes", "image"):
+    if isinstance(value, (bytes, bytearray, memoryview)) and field.kind in ("bytes", "image", "video"):
         value = np.frombuffer(value, np.uint8)
     try:
         array = np.asarray(value)

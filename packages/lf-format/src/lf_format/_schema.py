@@ -79,6 +79,9 @@ class Schema:
             raise FormatError("number of fields", expected=f"1..{MAX_FIELDS}", found=len(fields))
         for field in fields:
             check_field(field, vocab_size)
+        for k, field in enumerate(fields):
+            if field.kind == "video" and fields[k : k + 3] != Field.video(field.name, field.role):
+                raise FormatError(f"video {field.name!r} must be followed by its frame table and time base")
         names = [f.name for f in fields]
         if len(set(names)) < len(names):
             raise FormatError("field names must differ", found=_clip(names))

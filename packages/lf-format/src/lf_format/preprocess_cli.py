@@ -1,4 +1,4 @@
-"""`loongforge-preprocess`: text, JSONL or .npz to .loongbin; LeRobot robot data to .lfg."""
+"""`loongforge-preprocess`: text, JSONL or .npz to .loongbin; JSONL with images and LeRobot data to .lfg."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from typing import Any
 
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._lerobot import is_robot_set
+from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess
 from lf_format._robot import RobotReport, preprocess_robot
 
@@ -35,7 +36,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loongforge-preprocess",
         description="Packs text, .jsonl or tokenized .npz files into train.loongbin (and eval.loongbin), "
-        "or a LeRobot data set (a folder with meta/info.json) into train.lfg.",
+        "or .jsonl with images (--image-key) or a LeRobot data set (a folder with meta/info.json) into train.lfg.",
     )
     add = parser.add_argument
     add("--input", nargs="+", required=True, help="files or directories")
@@ -51,8 +52,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="seed of the choice of held-out documents")
     add("--num-workers", type=int, default=1, help="tokenizing processes (default: 1, in-process)")
     add("--zstd-level", type=int, help="compress blocks, 1..22 (default: raw)")
-    robot = parser.add_argument_group("robot data")
-    add_robot = robot.add_argument
+    add_robot = parser.add_argument_group("images and robot data, to .lfg").add_argument
+    add_robot("--image-key", metavar="KEY", help="key of an image path in .jsonl lines")
     add_robot(
         "--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels (default: 224 224; 0 0 = as is)"
     )
@@ -79,33 +80,55 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-_ROBOT = ("image_size", "action_horizon", "relative_actions")
-_ROBOT_TOO = ("num_workers",)
+Report = PreprocessReport | RobotReport | PairsReport
+# Options by kind of input; those of another kind are refused, never ignored.
+_ROBOT = {"image_size", "action_horizon", "relative_actions", "num_workers"}
+_PAIRS = {
+    "image_key",
+    "text_key",
+    "image_size",
+    "tokenizer",
+    "bucket_size",
+    "min_len",
+    "max_len",
+    "num_workers",
+}
+_ONLY_SAMPLES = (_ROBOT | {"image_key"}) - {"num_workers"}
 
 
-def _run(inputs: list[str], output: str, options: dict[str, Any]) -> PreprocessReport | RobotReport:
-    """Dispatches by what the input is; options of the other kind are refused, never ignored."""
+def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
+    """Dispatches by what the input is."""
     shown = sys.stderr.isatty()
-    if not any(is_robot_set(Path(name)) for name in inputs):
-        given = [name for name in _ROBOT if options.pop(name) is not None]
-        if given:
-            raise FormatError("options for robot data", expected="a folder with meta/info.json", found=given)
-        return preprocess(inputs, output, progress=_Progress() if shown else None, **options)
-    other = {k: v for k, v in options.items() if k not in _ROBOT + _ROBOT_TOO}
-    given = [k for k, v in other.items() if v != _parser().get_default(k)]
-    if len(inputs) > 1 or given:
-        raise FormatError("robot data: one input, and options for robot data", found=given or inputs)
-    chosen = {k: v for k, v in options.items() if k in _ROBOT + _ROBOT_TOO and v is not None}
-    if "image_size" in chosen:
-        height, width = chosen["image_size"]
-        chosen["image_size"] = (height, width) if height or width else None
-    progress = _Progress("episodes", "frames") if shown else None
-    return preprocess_robot(inputs[0], output, progress=progress, **chosen)
+    if any(is_robot_set(Path(name)) for name in inputs):
+        if len(inputs) > 1:
+            raise FormatError("a robot data set is one input", found=inputs)
+        progress = _Progress("episodes", "frames") if shown else None
+        chosen = _chosen(options, _ROBOT, "robot data")
+        return preprocess_robot(inputs[0], output, progress=progress, **chosen)
+    if options["image_key"] is not None:
+        progress = _Progress("records", "tokens") if shown else None
+        return preprocess_pairs(inputs, output, progress=progress, **_chosen(options, _PAIRS, "image pairs"))
+    _chosen(options, set(options) - _ONLY_SAMPLES, "text")
+    rest = {k: v for k, v in options.items() if k not in _ONLY_SAMPLES}
+    return preprocess(inputs, output, progress=_Progress() if shown else None, **rest)
 
 
-def _text(report: PreprocessReport | RobotReport) -> str:
+def _chosen(options: dict[str, Any], known: set[str], kind: str) -> dict[str, Any]:
+    """Options that were given; FormatError for one that this kind of input does not have."""
+    given = {k: v for k, v in options.items() if v != _parser().get_default(k)}
+    if given.keys() - known:
+        raise FormatError(f"options for {kind}", expected=sorted(known), found=sorted(given.keys() - known))
+    if "image_size" in given:
+        height, width = given["image_size"]
+        given["image_size"] = (height, width) if height or width else None
+    return given
+
+
+def _text(report: Report) -> str:
     if isinstance(report, RobotReport):
         return _robot_text(report)
+    if isinstance(report, PairsReport):
+        return _pairs_text(report)
     lines = [
         f"{report.documents} documents, {report.records} records, {report.tokens} tokens",
         f"tokenizer {report.tokenizer.name}, vocabulary {report.vocab_size}, buckets {list(report.buckets)}",
@@ -125,6 +148,16 @@ def _robot_text(report: RobotReport) -> str:
     ]
     lines += [f"skipped camera {name}: {reason}" for name, reason in report.skipped_cameras]
     lines += [f"dropped episode {index}: {reason}" for index, reason in report.dropped_episodes]
+    lines += [f"note: {note}" for note in report.notes]
+    return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
+
+
+def _pairs_text(report: PairsReport) -> str:
+    lines = [
+        f"{report.records} records, {report.tokens} tokens, {len(report.empty)} lines skipped",
+        f"tokenizer {report.tokenizer.name}, vocabulary {report.vocab_size}, buckets {list(report.buckets)}",
+    ]
+    lines += [f"  skipped {name}: {reason}" for name, reason in report.empty]
     lines += [f"note: {note}" for note in report.notes]
     return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
 

@@ -1,0 +1,190 @@
+"""JSONL of texts and image paths in, one .lfg out. Needs Pillow (extra `video`)."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+from collections import Counter, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lf_format._documents import Inputs, input_files
+from lf_format._errors import FormatError, InputError
+from lf_format._fields import Field
+from lf_format._schema import TokenizerInfo
+from lf_format._split import bucket_edges
+from lf_format._tokenizers import load_tokenizer
+from lf_format._video import need
+from lf_format._writer import Writer, WriteReport
+
+Pixels = npt.NDArray[np.uint8]
+Progress = Callable[[int, int], None]
+Image = Pixels | bytes
+Loader = Callable[["Pair"], tuple[Image, str]]
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A line: where it stands, its text, its image file."""
+
+    name: str
+    text: str
+    image: Path
+
+
+@dataclass(frozen=True)
+class PairsReport:
+    """What `preprocess_pairs` did.
+
+    Attributes:
+        records, tokens: written.
+        vocab_size, tokenizer, buckets: of the file.
+        empty: (line, reason) of every line that was skipped.
+        notes: anything else that is not in the output as it was in the input.
+        output: the file.
+    """
+
+    records: int
+    tokens: int
+    vocab_size: int
+    tokenizer: TokenizerInfo
+    buckets: tuple[int, ...]
+    empty: tuple[tuple[str, str], ...]
+    notes: tuple[str, ...]
+    output: WriteReport
+
+
+def preprocess_pairs(
+    inputs: Inputs,
+    output: str | os.PathLike[str],
+    *,
+    image_key: str = "image",
+    text_key: str = "text",
+    image_size: tuple[int, int] | None = (224, 224),
+    tokenizer: str | None = None,
+    bucket_size: int | None = None,
+    min_len: int | None = None,
+    max_len: int = 2048,
+    num_workers: int = 1,
+    progress: Progress | None = None,
+) -> PairsReport:
+    """Writes `output`/train.lfg with the fields `input_ids` and `image` for every line of .jsonl files.
+
+    Args:
+        image_key: key of the image's path, which starts at the folder of the .jsonl unless it is absolute.
+        image_size: (height, width): images are decoded, converted to RGB, resized once (bilinear), stored raw;
+            None = JPEG files are stored as they are.
+        tokenizer, bucket_size, min_len, max_len: as for `preprocess`; a text of more tokens is refused.
+        num_workers: threads that decode and resize; the bytes written do not depend on it.
+        progress: called with (records, tokens) written so far.
+
+    Raises:
+        InputError: naming the line, for a text or image that cannot be stored. FormatError: options.
+    """
+    if num_workers < 1:
+        raise FormatError("num_workers", expected=">= 1", found=num_workers)
+    coder = load_tokenizer("bytes" if tokenizer is None else tokenizer)
+    edges = bucket_edges(max_len, min_len, bucket_size)
+    files = input_files(inputs)
+    Path(output).mkdir(parents=True, exist_ok=True)
+    shape = None if image_size is None else (*image_size, 3)
+    fields = (Field.tokens(), Field.image("image", shape))
+    empty: list[tuple[str, str]] = []
+    modes: Counter[str] = Counter()
+    options: dict[str, Any] = {"vocab_size": coder.vocab_size, "tokenizer": coder.info, "buckets": edges}
+    records = tokens = 0
+    with Writer(Path(output) / "train.lfg", fields=fields, **options) as writer:
+        for pair, (image, mode) in _loaded(
+            _pairs(files, text_key, image_key), _loader(image_size), num_workers
+        ):
+            ids = coder.encode(pair.text)
+            if not len(ids):
+                empty.append((pair.name, "no token"))
+                continue
+            if len(ids) > max_len:
+                raise InputError(
+                    "more tokens than max_len; an image's text is not split", document=pair.name,
+                    expected=f"<= {max_len}", found=len(ids),
+                )  # fmt: skip
+            writer.append({"input_ids": ids, "image": image})
+            modes[mode] += 1
+            records, tokens = records + 1, tokens + len(ids)
+            if progress is not None:
+                progress(records, tokens)
+    notes = [
+        f"{n} images of mode {m} became RGB" for m, n in sorted(modes.items()) if m not in ("RGB", "file")
+    ]
+    counts = (records, tokens, coder.vocab_size, coder.info, edges)
+    return PairsReport(*counts, tuple(empty), tuple(notes), writer.close())
+
+
+def _pairs(files: list[Path], text_key: str, image_key: str) -> Iterator[Pair]:
+    """Lines of the .jsonl files among `files`; images may lie beside them in the same folder."""
+    lines = [path for path in files if path.suffix == ".jsonl"]
+    if not lines:
+        raise InputError("no .jsonl file among the inputs", found=len(files))
+    for path in lines:
+        with path.open("rb") as file:
+            for number, raw in enumerate(file, 1):
+                if raw.strip():
+                    yield _pair(raw, path, f"{path}:{number}", text_key, image_key)
+
+
+def _pair(raw: bytes, path: Path, name: str, text_key: str, image_key: str) -> Pair:
+    try:
+        value = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"not JSON: {error}", document=name) from None
+    keys = (text_key, image_key)
+    if not isinstance(value, dict) or not all(isinstance(value.get(k), str) for k in keys):
+        found = sorted(value) if isinstance(value, dict) else type(value).__name__
+        raise InputError("a line needs a text and an image path", document=name, expected=keys, found=found)
+    return Pair(name, value[text_key], path.parent / value[image_key])
+
+
+def _loader(size: tuple[int, int] | None) -> Loader:
+    if size is None:
+        return lambda pair: (_bytes(pair), "file")
+    pil = need("PIL.Image")
+
+    def load(pair: Pair) -> tuple[Image, str]:
+        try:
+            with pil.open(io.BytesIO(_bytes(pair))) as image:
+                mode, rgb = image.mode, image.convert("RGB")
+        except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
+            raise InputError(f"image cannot be decoded: {error}", document=pair.name) from None
+        if rgb.size != (size[1], size[0]):
+            rgb = rgb.resize((size[1], size[0]), pil.Resampling.BILINEAR)
+        return np.asarray(rgb), mode
+
+    return load
+
+
+def _bytes(pair: Pair) -> bytes:
+    try:
+        return pair.image.read_bytes()
+    except OSError as error:
+        raise InputError(f"image cannot be read: {error}", document=pair.name) from None
+
+
+def _loaded(pairs: Iterator[Pair], load: Loader, workers: int) -> Iterator[tuple[Pair, tuple[Image, str]]]:
+    """Pairs with their images, in order; at most four a worker in memory."""
+    if workers == 1:
+        yield from ((pair, load(pair)) for pair in pairs)
+        return
+    waiting: deque[tuple[Pair, Future[tuple[Image, str]]]] = deque()
+    with ThreadPoolExecutor(workers) as pool:
+        for pair in pairs:
+            waiting.append((pair, pool.submit(load, pair)))
+            if len(waiting) > 4 * workers:
+                first, image = waiting.popleft()
+                yield first, image.result()
+        for first, image in waiting:
+            yield first, image.result()
