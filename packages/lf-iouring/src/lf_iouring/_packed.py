@@ -27,14 +27,16 @@ MAX_PREFETCH = MAX_FLYING // _GROUPS - 1
 
 @dataclass(frozen=True, kw_only=True)
 class PackedStats(LoaderStats):
-    """LoaderStats of a loader that packs; `plan_s` is then the time spent packing.
+    """LoaderStats of a loader that packs.
 
     Attributes:
+        pack_s: seconds spent packing windows, in the caller's thread; not part of `plan_s`.
         fill: tokens over the places in all rows delivered, 0..1.
         segments: pieces of documents delivered.
         gather_s: seconds spent laying records into rows, in the caller's thread.
     """
 
+    pack_s: float
     fill: float
     segments: int
     gather_s: float
@@ -124,7 +126,11 @@ class PackedPipeline:
         """`base` with what only packing has."""
         places = self.batches * self._layout.rows * self._plan.capacity
         return PackedStats(
-            **asdict(base), fill=self.tokens / max(1, places), segments=self.segments, gather_s=self.gather_s
+            **asdict(base),
+            pack_s=self._plan.pack_s,
+            fill=self.tokens / max(1, places),
+            segments=self.segments,
+            gather_s=self.gather_s,
         )
 
     def _past_end(self, end: int | None) -> bool:
@@ -137,7 +143,9 @@ class PackedPipeline:
 
     def _start(self) -> None:
         began = time.perf_counter()
+        packed = self._plan.pack_s
         spec = self._plan.batch(self._next, self._rows)
+        began += self._plan.pack_s - packed
         records = np.unique(spec.ids)
         flight = _Flight(spec, varlen(spec.segments, self._plan.capacity), [])
         lengths = self._dataset.lengths[records].astype(np.int64)

@@ -1,6 +1,7 @@
 """Which packed rows a step reads: windows of draws, each packed on its own and computable on its own."""
 
 import threading
+import time
 from collections import OrderedDict, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -64,6 +65,9 @@ class PackPlan:
         seed, shuffle, fingerprint: as for Plan; without shuffling rows follow their first records.
         window: draws of a window; None chooses about 64 batches, at most 65,536 draws.
 
+    Attributes:
+        pack_s: seconds spent packing windows so far.
+
     Threads may share a plan. Raises PlanError for arguments that fit no order.
     """
 
@@ -84,6 +88,7 @@ class PackPlan:
         mean = sum(tokens) / self.records
         self.window_draws = window or _automatic(capacity * global_batch * _WINDOW_BATCHES / mean)
         self.windows_per_epoch = max(1, round(self.records / self.window_draws))
+        self.pack_s = 0.0
         self._lock = threading.RLock()
         self._packed: OrderedDict[int, _Window] = OrderedDict()
         # (first step, window) of those passed last: small steps back are cheap, far ones begin at the start
@@ -160,7 +165,9 @@ class PackPlan:
         with self._lock:
             packed = self._packed.get(window)
             if packed is None:
+                began = time.perf_counter()
                 packed = self._packed[window] = self._packed_anew(window)
+                self.pack_s += time.perf_counter() - began
                 if len(self._packed) > _CACHED:
                     self._packed.popitem(last=False)
             return packed
