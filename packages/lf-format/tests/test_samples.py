@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,8 @@ from hypothesis import strategies as st
 
 import lf_format as lff
 from lf_format import Field
+from lf_format._layout import PROFILE_LFG
+from lf_format._schema import parse_schema
 
 FIELDS = (
     Field.tokens(),
@@ -354,3 +358,45 @@ def test_merge_and_convert_keep_samples(tmp_path: Path, codec: str) -> None:
     other = _write(tmp_path / "c.lfg", _samples(9), meta={"fps": 6})
     with pytest.raises(lff.FormatError, match="meta"):
         lff.merge([paths[0], other], tmp_path / "no.lfg")
+
+
+@pytest.mark.parametrize(("wrong", "what"), [(2**32 - 1, "size of cloud"), (3, "decoded length")])
+def test_counts_that_do_not_fit_the_blocks_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrong: int, what: str
+) -> None:
+    from lf_format._blocks import PendingBlock
+
+    columns: dict[str, Any] = {"cloud": np.full(1, wrong, "<u4")}
+    monkeypatch.setattr(PendingBlock, "step_columns", lambda self, names: columns)
+    with lff.Writer(tmp_path / "a.lfg", fields=[Field.tensor("cloud", "float32", (-1, 3))]) as writer:
+        writer.append({"cloud": np.zeros((2, 3))})
+    with pytest.raises(lff.FormatError, match=what):
+        lff.Reader(tmp_path / "a.lfg")
+    assert not lff.verify(tmp_path / "a.lfg").ok
+
+
+_ODD = st.one_of(
+    st.none(),
+    st.booleans(),
+    st.sampled_from(
+        [-1, 0, 1, 2**31, 2**70, 1.5, "", "\0", "bits", "video", "int32", [-1, -1], [2**40] * 2, {}]
+    ),
+    st.lists(st.one_of(st.integers(-2, 2**33), st.text(max_size=3)), max_size=9),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(data=st.data())
+def test_no_schema_gives_anything_but_a_schema_or_one_error(data: st.DataObject) -> None:
+    fields = [Field.tokens(), Field.tensor("b", "float32", (-1, 3))]
+    spelt = [asdict(f) | {"shape": list(f.shape), "codec": "block"} for f in fields]
+    value: dict[str, Any] = {"version": 1, "buckets": [4, 8], "meta": {}, "fields": spelt}
+    target = data.draw(st.sampled_from([value, *spelt]))
+    target[data.draw(st.sampled_from([*target, "more"]))] = data.draw(_ODD)
+    raw = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False).encode()
+    try:
+        schema = parse_schema(raw, data.draw(st.sampled_from([1, 300, 2**32])), "file", 4096, PROFILE_LFG)
+    except lff.FormatError:
+        return
+    # Unknown keys beside the four are kept out of what is read, as in a .loongbin.
+    assert schema.to_json() == raw or set(value) - {"version", "buckets", "meta", "fields"}

@@ -166,7 +166,8 @@ def parse_schema(
         raise refuse(
             "schema is not a canonical JSON object", "sorted keys without spaces, buckets a list", raw[:60]
         )
-    if value.get("version") != SCHEMA_VERSION:
+    version = value.get("version")
+    if type(version) is not int or version != SCHEMA_VERSION:  # true and 1.0 are equal to 1
         raise refuse("schema version", SCHEMA_VERSION, value.get("version"))
     if profile == PROFILE_LFG:
         try:
@@ -178,7 +179,7 @@ def parse_schema(
             schema = Schema.of(vocab_size, tuple(value["buckets"]), loss_mask)
         except (FormatError, TypeError) as error:
             raise refuse(f"schema buckets: {error}", "valid bucket edges", value["buckets"]) from None
-        if value.get("fields") == [_spell(f) for f in schema.fields]:
+        if _canonical(value.get("fields")) == _canonical([_spell(f) for f in schema.fields]):
             return schema
     raise refuse(
         "schema fields",
@@ -193,6 +194,6 @@ def _parse_samples(value: dict[str, Any], vocab_size: int) -> Schema:
         Field(f["name"], f["kind"], f["dtype"], f["role"], tuple(f["shape"])) for f in value["fields"]
     )
     meta = value["meta"]
-    if [_spell(f) for f in fields] != value["fields"] or not isinstance(meta, dict):
+    if _canonical([_spell(f) for f in fields]) != _canonical(value["fields"]) or not isinstance(meta, dict):
         raise FormatError("keys of a field are codec, dtype, kind, name, role, shape; meta is an object")
     return Schema.of_samples(fields, vocab_size, tuple(value["buckets"]), meta)
