@@ -17,7 +17,7 @@ import lf_format as lff
 from lf_format import _layout as lay
 from lf_format import cli
 from lf_format._codecs import BITPACK, REMAP_ZSTD, ZSTD, Coding, bits_of, decode, encode, pack_ids, unpack_ids
-from lf_format._dictionary import Dictionaries, Dictionary, rank_of, rank_table
+from lf_format._dictionary import Dictionaries, Dictionary, columns, rank_of, rank_table
 from lf_format._errors import Place
 
 Write = Callable[..., Path]
@@ -135,6 +135,23 @@ def test_small_files_get_no_dictionary(write: Write, tmp_path: Path, records: li
     path = write(records)
     report = lff.convert(path, tmp_path / "z.loongbin", codec="zstd", dictionaries=True)
     assert not any(d.kept for d in report.decisions)
+    assert contents(tmp_path / "z.loongbin") == contents(path)
+
+
+def test_dictionaries_cannot_unfold_into_any_amount_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lf_format._dictionary.MAX_ALL_BYTES", 40)
+    entries = [Dictionary(2, 0, np.array(order, "<u4").tobytes()) for order in ([0, 1, 2, 3], [3, 2, 1, 0])]
+    header = lay.Header(bytes(16), 4, 4096, 10, 0, 8192, "", "", "", incompat=lay.INCOMPAT_ZSTD_DICT)
+    codec = np.array([ZSTD], "u1")
+    assert len(Dictionaries(columns(entries, [0]), codec, header, Place("file")).entries) == 2
+    with pytest.raises(lff.FormatError, match="size of a dictionary"):
+        Dictionaries(columns([*entries, entries[0]], [0]), codec, header, Place("file"))
+
+
+def test_a_vocabulary_too_large_for_ranks_is_said_so(write: Write, tmp_path: Path) -> None:
+    path = write([[2**32 - 1, 0, 7]] * 40, vocab_size=2**32)
+    report = lff.convert(path, tmp_path / "z.loongbin", codec="zstd", dictionaries=True)
+    assert report.decisions[0].reason == "the vocabulary is too large for a table"
     assert contents(tmp_path / "z.loongbin") == contents(path)
 
 

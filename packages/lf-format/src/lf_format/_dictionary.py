@@ -19,6 +19,7 @@ from lf_format._index import EXTRA_COLUMNS
 KIND_ZSTD, KIND_RANKS = 1, 2
 MAX_DICTIONARIES = 131_070  # two for every bucket
 MAX_DICTIONARY_BYTES = 1 << 24  # of a zstd dictionary; a rank table has the size of the vocabulary
+MAX_ALL_BYTES = 1 << 28  # of all contents together: a small index must not unfold into any amount of memory
 _LEVEL = 19  # a dictionary is compressed once and is small
 Array = npt.NDArray[Any]
 
@@ -98,11 +99,12 @@ class Dictionaries:
             sum(lengths) == len(extra["dict.bytes"]), "bytes of dictionaries", 0, sum(lengths),
             len(extra["dict.bytes"]),
         )  # fmt: skip
-        raw, at = extra["dict.bytes"].tobytes(), 0
+        raw, at, room = extra["dict.bytes"].tobytes(), 0, MAX_ALL_BYTES
         for kind, base, length in zip(kinds, bases, lengths, strict=True):
             most = 4 * self._vocab if kind == KIND_RANKS else MAX_DICTIONARY_BYTES
-            self.entries.append(Dictionary(kind, base, _content(raw[at : at + length], most, place)))
-            at += length
+            content = _content(raw[at : at + length], min(most, room), place)
+            self.entries.append(Dictionary(kind, base, content))
+            at, room = at + length, room - len(content)
         self.of_block = extra["blk.dict"]
         for number, entry in enumerate(self.entries, 1):
             self._check_entry(number, entry, kinds, place)

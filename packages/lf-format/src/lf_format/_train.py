@@ -19,6 +19,7 @@ SAMPLE_BYTES = 16 << 20  # of every bucket, half to train and half to judge
 LEAST_BLOCKS = 4
 SMALLEST, LARGEST = 1 << 14, 1 << 20  # dictionary bytes
 SHARE = 192  # a dictionary of 1/192 of its bucket costs about 0.7 % of it, both compressed
+MOST_RANKED = 1 << 22  # ids in a rank table: 16 MiB
 SEGMENT = 1024  # bytes COVER copies at a time, with matches counted over 8
 Array = npt.NDArray[Any]
 
@@ -82,6 +83,10 @@ def plan(reader: Reader, level: int) -> Plan:
     samples = _samples(reader)
     bare = Coding(bits_of(reader.vocab_size), reader.token_dtype)
     plain = _choose(samples, reader, level, bare, ZSTD)
+    if reader.vocab_size > MOST_RANKED:
+        chosen, decisions, _ = plain
+        none = Decision(None, "ranks", 0, plain[2], 0, False, "the vocabulary is too large for a table")
+        return Plan(ZSTD, None, chosen, (none, *decisions))
     counts = np.zeros(reader.vocab_size, np.int64)
     for sample in samples.values():
         for payload, tokens in sample.train:

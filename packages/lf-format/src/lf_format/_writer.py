@@ -20,7 +20,7 @@ from lf_format import _layout as lay
 from lf_format._atomic import AtomicFile
 from lf_format._blocks import IndexRows, PendingBlock, StoredBlock
 from lf_format._codecs import CODEC_IDS, encode
-from lf_format._dictionary import Dictionary, features
+from lf_format._dictionary import MAX_ALL_BYTES, Dictionary, features
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
 from lf_format._records import check_mask, check_tokens, pack_bits
@@ -205,6 +205,9 @@ class Writer:
         """Number for StoredBlock.dictionary; an equal one that is there already keeps its number."""
         known = self._rows.dictionaries
         if dictionary not in known:
+            size = sum(len(d.content) for d in known) + len(dictionary.content)
+            if size > MAX_ALL_BYTES:
+                raise FormatError("bytes of all dictionaries", expected=f"<= {MAX_ALL_BYTES}", found=size)
             known.append(dictionary)
         return known.index(dictionary) + 1
 
