@@ -233,3 +233,27 @@ def test_times_and_counts_are_reported(loader_of, masked):
     assert 0 < stats.hash_s <= stats.read_s
     loader.close()
     assert loader.stats().pread_reads == 2000
+
+
+@pytest.mark.parametrize("prefetch", [1, 2, 7, 59])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_batches_come_in_order_to_the_last_at_any_depth(loader_of, digest, engine, prefetch, threads):
+    """Also where the epochs end and where every slot is held."""
+    plain = digest(loader_of(engine="python", epochs=3))
+    loader = loader_of(engine=engine, epochs=3, prefetch_factor=prefetch, num_workers=threads)
+    assert digest(loader) == plain
+    held = list(loader_of(engine=engine, epochs=1, prefetch_factor=prefetch, num_workers=threads))
+    assert [batch.step for batch in held] == list(range(42))
+    assert len({batch.tokens.ctypes.data for batch in held}) == 42
+
+
+def test_a_fault_among_batches_read_ahead_is_raised_for_its_own(masked_path, tmp_path, loader_of, engine):
+    path = copy_of(masked_path, tmp_path)
+    dataset = lff.open_dataset(path)
+    steps = {int(i): batch.step for batch in loader_of(dataset, epochs=1) for i in batch.ids if i >= 0}
+    flip(path, int(dataset.readers[0].extents([321]).offset[0]))
+    loader = loader_of(dataset, engine=engine, prefetch_factor=8, epochs=1)
+    assert [next(loader).step for _ in range(steps[321])] == list(range(steps[321]))
+    with pytest.raises(DataError) as caught:
+        next(loader)
+    assert (caught.value.record, loader.step) == (321, steps[321])

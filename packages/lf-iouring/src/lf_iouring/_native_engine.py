@@ -66,6 +66,7 @@ class NativeEngine:
         self._window: tuple[Reads, Any] | None = None
         self._fault = ffi.new("lf_fault *")
         self._last = Counters()
+        self._closed = False
         self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, pool, files)
 
     def submit(self, reads: Reads, batch: int, target: Target) -> int:
@@ -102,14 +103,16 @@ class NativeEngine:
     def close(self) -> None:
         """See Engine."""
         self.counters()
+        self._closed = True
         self._finalizer()
 
     def abandon(self) -> None:
         """See Engine."""
+        self._closed = True
         self._finalizer()
 
     def _live(self) -> Any:
-        if not self._finalizer.alive:
+        if self._closed:  # `finalizer.alive` looks into a registry, twice a batch
             raise EngineError("the engine is closed")
         return self._handle
 
