@@ -211,6 +211,20 @@ def test_set_step_and_finished_loaders_work_as_without_packing(mixed):
     assert contents(next(loader)) == reference[1]
 
 
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_a_forked_child_goes_on_from_the_same_position(mixed, in_fork, engine):
+    expected = [contents(batch) for batch in mixed(epochs=1)]
+    loader = mixed(engine=engine, epochs=1)
+    assert [contents(next(loader)) for _ in range(3)] == expected[:3]
+
+    def child():
+        assert [contents(batch) for batch in loader] == expected[3:]
+        loader.close()
+
+    assert in_fork(child) == 0
+    assert [contents(batch) for batch in loader] == expected[3:]
+
+
 def test_batches_stay_intact_while_held(mixed):
     held = list(mixed(epochs=1, prefetch_factor=1))
     assert [contents(batch) for batch in held] == [contents(batch) for batch in mixed(epochs=1)]

@@ -113,7 +113,6 @@ class PackedPipeline:
     def abandon(self) -> None:
         """See Pipeline."""
         self._flying.clear()
-        self._spare.clear()  # the parent's threads may be writing there, but in the parent's copy
         self.engine.abandon()
 
     def close(self) -> None:
