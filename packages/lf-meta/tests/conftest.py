@@ -5,11 +5,12 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 SMALL = [
@@ -34,12 +35,13 @@ class Cli:
 
     folder: Path
     environment: dict[str, str]
+    started: list[Popen] = field(default_factory=list)
 
     def start(self, *arguments: str, **environment: str) -> Popen:
         """Start a command; its output goes to ``out`` in the folder."""
         out = (self.folder / "out").open("a")
         with out:
-            return subprocess.Popen(
+            process = subprocess.Popen(
                 [sys.executable, "-m", "lf_meta.cli", *arguments],
                 cwd=self.folder,
                 env={**self.environment, **environment},
@@ -47,6 +49,17 @@ class Cli:
                 stderr=subprocess.STDOUT,
                 text=True,
             )
+        self.started.append(process)
+        return process
+
+    def clean_up(self) -> None:
+        """End what a failed test left running, with everything below it."""
+        for process in self.started:
+            if process.poll() is None:
+                below = psutil.Process(process.pid).children(recursive=True)
+                for victim in [process, *below]:
+                    victim.kill()
+                process.wait()
 
     def run(self, *arguments: str, code: int = 0, **environment: str) -> str:
         """Run a command to its end, check its exit code, return its output."""
@@ -104,9 +117,11 @@ def make_cli() -> Callable[[Path], Cli]:
 
 
 @pytest.fixture
-def cli(tmp_path: Path) -> Cli:
+def cli(tmp_path: Path) -> Iterator[Cli]:
     """``loongforge`` in a fresh folder."""
-    return _cli(tmp_path)
+    made = _cli(tmp_path)
+    yield made
+    made.clean_up()
 
 
 def wait_until(condition: Callable[[], object], process: Popen | None = None, timeout: float = 120) -> None:

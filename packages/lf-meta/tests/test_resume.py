@@ -7,11 +7,13 @@ import random
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -121,14 +123,14 @@ def test_two_ranks_compute_what_one_rank_computes(cli: Any) -> None:
         assert two[step][0] == pytest.approx(one[step][0], rel=2e-5)
 
 
+def _below(parent: int) -> list[int]:
+    """Pids of the child processes."""
+    return [child.pid for child in psutil.Process(parent).children()]
+
+
 def _ranks(launcher: int) -> list[int]:
     """Pids of the training processes below a launcher."""
-    listing = subprocess.run(
-        ["ps", "-eo", "pid,ppid,args"], capture_output=True, text=True, check=True
-    ).stdout
-    rows = [line.split(None, 2) for line in listing.splitlines()[1:]]
-    agents = {int(p) for p, parent, _ in rows if int(parent) == launcher}
-    return [int(p) for p, parent, _ in rows if int(parent) in agents]
+    return [rank for agent in _below(launcher) for rank in _below(agent)]
 
 
 @pytest.mark.parametrize("target", ["one rank", "launcher"])
@@ -207,6 +209,7 @@ def test_a_second_sigterm_exits_at_once(cli: Any, until: Any, small: list[str], 
     Path(environment["SLOW_MARKER"]).touch()
     process.send_signal(signal.SIGTERM)
     until(lambda: Path(environment["SLOW_MARKER"] + ".used").exists(), process)
+    time.sleep(1.3)  # later than what counts as one request
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=20) == 143
 
@@ -214,9 +217,64 @@ def test_a_second_sigterm_exits_at_once(cli: Any, until: Any, small: list[str], 
 def test_resume_refuses_another_order_of_samples(cli: Any) -> None:
     cli.train("order", "run.steps=4")
     output = cli.run("resume", "runs/order", "batch.size=16", "run.steps=8", code=2)
-    assert "global_batch" in output
+    assert "batch.size" in output
     output = cli.run("resume", "runs/order", "run.seed=5", "run.steps=8", code=2)
-    assert "seed" in output
+    assert "run.seed" in output
+    output = cli.run("resume", "runs/order", "data.max_len=32", code=2)
+    assert "data.max_len" in output
+    output = cli.run("resume", "runs/order", "model.args.layers=2", code=2)
+    assert "model.args.layers" in output
+    assert "Traceback" not in output
+
+
+def test_a_signal_to_every_process_of_a_job_is_one_request(cli: Any, until: Any, small: list[str]) -> None:
+    process = cli.start("train", "run.name=all", *small, "run.steps=100000", "--nproc", "2")
+    until(lambda: cli.rows("all"), process)
+    everyone = [process.pid, *_below(process.pid), *_ranks(process.pid)]
+    for pid in everyone:
+        os.kill(pid, signal.SIGTERM)
+    assert process.wait(timeout=60) == 143, cli.output()
+    assert f"step {max(cli.losses('all'))}" in cli.run("digest", "runs/all")
+
+
+def test_ctrl_c_with_torch_workers_saves(cli: Any, until: Any, small: list[str]) -> None:
+    options = ["run.steps=100000", "loader.backend=torch", "loader.threads=2"]
+    process = cli.start("train", "run.name=workers", *small, *options)
+    until(lambda: cli.rows("workers"), process)
+    for pid in [*_below(process.pid), process.pid]:
+        os.kill(pid, signal.SIGINT)
+    assert process.wait(timeout=60) == 130, cli.output()
+    assert f"step {max(cli.losses('workers'))}" in cli.run("digest", "runs/workers")
+
+
+def test_a_job_whose_torchrun_is_killed_leaves_no_ranks(cli: Any, until: Any, small: list[str]) -> None:
+    process = cli.start("train", "run.name=orphan", *small, "run.steps=100000", "--nproc", "2")
+    until(lambda: cli.rows("orphan"), process)
+    ranks = _ranks(process.pid)
+    os.kill(_below(process.pid)[0], signal.SIGKILL)
+    process.wait(timeout=60)
+    until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in ranks))
+    assert f"step {max(cli.losses('orphan'))}" in cli.run("digest", "runs/orphan")
+
+
+def test_a_reader_that_leaves_costs_nothing(cli: Any) -> None:
+    command = [
+        sys.executable,
+        "-m",
+        "lf_meta.cli",
+        "train",
+        "run.name=pipe",
+        "run.steps=12",
+        "metrics.every=1",
+    ]
+    process = subprocess.Popen(
+        [*command, "model.args.layers=1"], cwd=cli.folder, env=cli.environment, stdout=subprocess.PIPE
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.stdout.close()
+    assert process.wait(timeout=120) == 0
+    assert sorted(cli.losses("pipe")) == list(range(1, 13))
 
 
 def test_a_run_is_resumed_from_another_folder(cli: Any, make_cli: Any) -> None:

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
@@ -50,6 +51,10 @@ def test_an_existing_run_is_never_overwritten(cli: Any) -> None:
         (["data.tokenizer=/nonexistent.json"], "tokenizer"),
         (["model.vocab_size=100"], "record"),
         (["device.type=cuda"], "device.type"),
+        (["model.name=os:getcwd"], "model.name"),
+        (["model.name=:x"], "model.name"),
+        (["run.seed=99999999999999999999"], "run.seed"),
+        (["run.name=a/b"], "run.name"),
         (["dist.backend=nccl"], "dist.backend"),
     ],
 )
@@ -114,6 +119,96 @@ def test_twins_give_the_same_run_bit_for_bit(cli: Any, ours: Any, twin: str) -> 
     assert sorted(ours.losses("run")) == list(range(1, 15))
     assert cli.losses("run") == ours.losses("run")
     assert cli.sample_ids("run") == ours.sample_ids("run")
+
+
+MODEL = """
+import torch
+from torch import nn
+
+class Bigram(nn.Module):
+    def __init__(self, vocab_size, poison):
+        super().__init__()
+        self.table = nn.Embedding(vocab_size, vocab_size)
+        self.poison, self.calls = poison, 0
+
+    def forward(self, tokens, lengths, loss_mask):
+        logits = self.table(tokens[:, :-1])
+        keep = torch.arange(1, tokens.shape[1]) < lengths[:, None]
+        loss = nn.functional.cross_entropy(logits[keep], tokens[:, 1:][keep], reduction="sum")
+        self.calls += 1
+        if self.calls > self.poison > 0:
+            loss = loss + torch.where(loss > 0, 0.0, (self.table.weight.sum() * 0).sqrt())  # gradient NaN, loss not
+        return loss, keep.sum()
+
+def build(size, vocab_size, poison=0):
+    return Bigram(vocab_size, poison)
+"""
+
+
+def test_a_model_of_ones_own_trains_resumes_and_evaluates(cli: Any) -> None:
+    (cli.folder / "mymodel.py").write_text(MODEL)
+    options = ["run.name=own", "run.steps=6", "model.name=mymodel:build", "ckpt.every=2", "batch.size=8"]
+    cli.run("train", *options)
+    cli.run("resume", "runs/own", "run.steps=8")
+    assert "eval loss" in cli.run("eval", "runs/own")
+    assert "logits" in cli.run("infer", "runs/own", code=2)
+
+
+def test_a_gradient_that_is_not_finite_is_never_saved(cli: Any) -> None:
+    (cli.folder / "mymodel.py").write_text(MODEL)
+    options = [
+        "run.steps=20",
+        "model.name=mymodel:build",
+        "model.args.poison=5",
+        "ckpt.every=2",
+        "batch.size=8",
+    ]
+    output = cli.run("train", "run.name=nan", *options, code=1)
+    assert "gradient norm nan" in output
+    saved = int(cli.run("digest", "runs/nan").split()[-1])
+    assert saved == 4  # the sixth call of the model is poisoned; saves are at 2, 4, 6
+
+
+def test_runs_in_a_place_that_cannot_be_written_fail_at_once(cli: Any) -> None:
+    assert "/etc/passwd" in cli.run("train", "run.dir=/etc/passwd", code=2)
+
+
+def test_two_runs_never_share_a_checkpoint_folder(cli: Any) -> None:
+    cli.train("first", "run.steps=2", "ckpt.dir=shared")
+    assert "ckpt.dir" in cli.train("second", "run.steps=2", "ckpt.dir=shared", code=2)
+    cli.train("second", "run.steps=2")  # the refused start has not taken the name
+
+
+def test_data_without_anything_to_predict_is_refused(cli: Any) -> None:
+    ones = cli.folder / "ones"
+    ones.mkdir()
+    for i in range(10):
+        (ones / f"{i}.txt").write_text("x")
+    assert "nothing to predict" in cli.train("ones", f"data.path={ones}", code=2)
+
+
+def test_eval_refuses_other_data_than_the_run_was_trained_on(cli: Any) -> None:
+    cli.train("moved", "run.steps=2")
+    cli.train("other", "run.steps=2", "data.max_len=32")
+    shutil.rmtree(cli.folder / "runs/moved/data")
+    assert "eval split is not there" in cli.run("eval", "runs/moved", code=2)
+    shutil.copytree(cli.folder / "runs/other/data", cli.folder / "runs/moved/data")
+    assert "trained on other data" in cli.run("eval", "runs/moved", code=2)
+
+
+def test_a_config_that_is_not_whole_is_refused(cli: Any) -> None:
+    cli.train("torn", "run.steps=2")
+    (cli.folder / "runs/torn/config.yaml").write_text("")
+    assert "not a whole configuration" in cli.run("resume", "runs/torn", code=2)
+
+
+def test_the_torch_twin_falls_back_from_a_damaged_file(cli: Any) -> None:
+    cli.train("twin", "run.steps=6", "ckpt.every=2", "ckpt.backend=torch")
+    newest = cli.folder / "runs/twin/ckpt/step-000000006.pt"
+    newest.write_bytes(newest.read_bytes()[:1000])
+    output = cli.run("resume", "runs/twin", "run.steps=8")
+    assert "step 6 was skipped" in output
+    assert "resumed at step 4" in output
 
 
 def test_a_loss_that_explodes_stops_the_run_and_keeps_good_checkpoints(cli: Any) -> None:

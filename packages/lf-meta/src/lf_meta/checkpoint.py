@@ -45,6 +45,8 @@ class Checkpointer(Protocol):
 
     def load(self, step: int | None) -> Restored: ...
 
+    def steps(self) -> tuple[int, ...]: ...
+
     def wait(self) -> None: ...
 
     def close(self) -> None: ...
@@ -86,6 +88,10 @@ class LfCheckpointer:
         notes = tuple(f"step {s} was skipped: {why}" for s, why in loaded.report.fallbacks)
         return Restored(loaded.step, loaded.tensors, dict(loaded.items), notes)
 
+    def steps(self) -> tuple[int, ...]:
+        """Steps that can be loaded, ascending."""
+        return self._store.steps()
+
     def wait(self) -> None:
         with _as_checkpoint_error():
             self._store.wait()
@@ -93,6 +99,15 @@ class LfCheckpointer:
     def close(self) -> None:
         with _as_checkpoint_error():
             self._store.close()
+
+
+def _sync_folder(path: Path) -> None:
+    """A rename is durable once its folder is."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
 
 
 class TorchCheckpointer:
@@ -103,8 +118,9 @@ class TorchCheckpointer:
         if not read_only:
             path.mkdir(parents=True, exist_ok=True)
 
-    def _steps(self) -> list[int]:
-        return sorted(int(p.stem.removeprefix("step-")) for p in self._path.glob("step-*.pt"))
+    def steps(self) -> tuple[int, ...]:
+        """Steps that were saved, ascending."""
+        return tuple(sorted(int(p.stem.removeprefix("step-")) for p in self._path.glob("step-*.pt")))
 
     def _file(self, step: int) -> Path:
         return self._path / f"step-{step:09d}.pt"
@@ -117,23 +133,30 @@ class TorchCheckpointer:
                 f.flush()
                 os.fsync(f.fileno())
             os.replace(temporary, self._file(step))
+            _sync_folder(self._path)
         except (OSError, RuntimeError) as e:  # torch reports a full disk as RuntimeError
             temporary.unlink(missing_ok=True)
             if self._section.on_error == "raise":
                 raise CheckpointError(f"checkpoint of step {step}: {e}") from e
             log.warning("checkpoint of step %d failed: %s; training goes on", step, e)
             return
-        for old in self._steps()[: -self._section.keep]:
+        for old in self.steps()[: -self._section.keep]:
             self._file(old).unlink()
 
     def load(self, step: int | None) -> Restored:
-        steps = self._steps()
-        chosen = steps[-1] if step is None and steps else step
-        if chosen is None or chosen not in steps:
-            wanted = "no checkpoint" if step is None else f"no checkpoint of step {step}"
-            raise NoCheckpointError(f"{self._path}: {wanted}; it has {steps}")
-        data = torch.load(self._file(chosen), map_location="cpu", weights_only=True)
-        return Restored(chosen, data["tensors"], json.loads(data["items"]))
+        steps = self.steps()
+        wanted = tuple(reversed(steps)) if step is None else tuple(s for s in steps if s == step)
+        if not wanted:
+            what = "no checkpoint" if step is None else f"no checkpoint of step {step}"
+            raise NoCheckpointError(f"{self._path}: {what}; it has {list(steps)}")
+        notes: list[str] = []
+        for chosen in wanted:
+            try:
+                data = torch.load(self._file(chosen), map_location="cpu", weights_only=True)
+                return Restored(chosen, data["tensors"], json.loads(data["items"]), tuple(notes))
+            except Exception as e:  # torch.load raises many kinds for a damaged file
+                notes.append(f"step {chosen} was skipped: {e}")
+        raise CheckpointError(f"{self._path}: no checkpoint can be read: {'; '.join(notes)}")
 
     def wait(self) -> None:
         """Nothing is ever under way."""
@@ -158,8 +181,9 @@ def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[d
 
 def restore_state(model: nn.Module, optimizer: torch.optim.Optimizer, restored: Restored) -> None:
     """Inverse of :func:`collect_state`, in place."""
-    lf_ckpt.restore(model, optimizer, restored)
-    lf_ckpt.set_rng_state(restored)
+    with _as_checkpoint_error():
+        lf_ckpt.restore(model, optimizer, restored)
+        lf_ckpt.set_rng_state(restored)
 
 
 def digest(restored: Restored) -> str:

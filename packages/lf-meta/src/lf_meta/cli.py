@@ -9,13 +9,15 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import sys
 from collections.abc import Sequence
 from typing import TypeAlias
 
 import lf_meta
-from lf_meta.errors import MetaError
-from lf_meta.launch import Launch, report_exit
+from lf_meta.errors import ConfigError, MetaError
+from lf_meta.launch import EXIT_FILE, Launch, die_with_parent, report_exit
+from lf_meta.output import make_lenient
 from lf_meta.signals import StopSignal, exit_code
 
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
@@ -36,9 +38,38 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"{text}: at least 1")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**63:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to 2**63 - 1")
+    return value
+
+
+def _temperature(text: str) -> float:
+    value = float(text)
+    if value != 0 and not 1e-3 <= value <= 1e3:  # nan is in no range
+        raise argparse.ArgumentTypeError(f"{text}: 0, or from 0.001 to 1000")
+    return value
+
+
+def _nodes(text: str) -> str:
+    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", text):
+        raise argparse.ArgumentTypeError(f"{text}: a number, or MIN:MAX")
+    return text
+
+
 def _add_launch(p: argparse.ArgumentParser) -> None:
-    p.add_argument("--nproc", type=int, default=1, help="ranks on this machine (default 1)")
-    p.add_argument("--nnodes", default="1", help="machines, as for torchrun (default 1)")
+    p.add_argument("--nproc", type=_count, default=1, help="ranks on this machine (default 1)")
+    p.add_argument(
+        "--nnodes", type=_nodes, default="1", help="machines, N or MIN:MAX as for torchrun (default 1)"
+    )
     p.add_argument("--node-rank", type=int, help="number of this machine")
     p.add_argument("--rdzv-endpoint", help="HOST:PORT of the rendezvous when nnodes > 1")
 
@@ -76,10 +107,10 @@ def _add_infer(commands: Commands) -> None:
     p = commands.add_parser("infer", help="generate text from a run's newest checkpoint")
     p.add_argument("run", help="folder of the run")
     p.add_argument("--prompt", default="The ", help="text to continue")
-    p.add_argument("--tokens", type=int, default=200, help="tokens to generate")
-    p.add_argument("--temperature", type=float, default=0.8, help="0 takes the most likely token")
-    p.add_argument("--top-k", type=int, default=40, help="draw from the k most likely tokens; 0: all")
-    p.add_argument("--seed", type=int, default=0)
+    p.add_argument("--tokens", type=_count, default=200, help="tokens to generate")
+    p.add_argument("--temperature", type=_temperature, default=0.8, help="0 takes the most likely token")
+    p.add_argument("--top-k", type=_seed, default=40, help="draw from the k most likely tokens; 0: all")
+    p.add_argument("--seed", type=_seed, default=0)
     p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
     p.set_defaults(handler=_infer)
 
@@ -111,8 +142,8 @@ def _launched(args: argparse.Namespace, *rank_arguments: str) -> int | None:
     """Start the ranks if this process is to be their launcher; None if it is to do the work itself."""
     from lf_meta import launch
 
-    if args.nproc < 1:
-        raise MetaError(f"--nproc {args.nproc}: at least one rank is needed")
+    if args.nnodes != "1" and args.rdzv_endpoint is None:
+        raise ConfigError("--rdzv-endpoint", "HOST:PORT of the first machine is needed with --nnodes")
     wanted = Launch(args.nproc, args.nnodes, args.node_rank, args.rdzv_endpoint)
     return launch.run(wanted, rank_arguments) if wanted.needed else None
 
@@ -182,15 +213,24 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
+def _fail(error: Exception, code: int) -> int:
+    rank = os.environ.get("RANK")
+    print(f"loongforge: error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
+    return code
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the ``loongforge`` command."""
+    make_lenient()
     args = _parser().parse_args(arguments)
+    if EXIT_FILE in os.environ:
+        die_with_parent()  # a rank whose torchrun is gone stops like after SIGTERM, with its step saved
     try:
         code = args.handler(args)
     except MetaError as e:
-        rank = os.environ.get("RANK")
-        print(f"loongforge: error: {e}" if rank is None else f"[rank {rank}] error: {e}", file=sys.stderr)
-        code = e.exit_code
+        code = _fail(e, e.exit_code)
+    except OSError as e:  # a read-only or full disk, a folder that was removed
+        code = _fail(e, 1)
     return report_exit(code)
 
 

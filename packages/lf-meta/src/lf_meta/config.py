@@ -29,9 +29,13 @@ class Section(BaseModel):
 class RunSection(Section):
     """What this run is called, how long it is and where it writes."""
 
-    name: str | None = Field(None, description="folder under run.dir; default: model-size-NNN, never reused")
+    name: Annotated[str, Field(pattern=r"^[^/\x00]+$", max_length=200)] | None = Field(
+        None, description="folder under run.dir; default: model-size-NNN, never reused"
+    )
     dir: str = Field("runs", description="folder that holds all runs")
-    seed: NonNegativeInt = Field(0, description="one seed for initial weights, sample order and dropout")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(
+        0, description="one seed for initial weights, sample order and dropout"
+    )
     steps: PositiveInt = Field(
         300, description="optimizer steps; also the length of the learning-rate schedule"
     )
@@ -93,7 +97,9 @@ class DeviceSection(Section):
     deterministic: bool = Field(
         False, description="on cuda: only kernels whose result repeats bit for bit (slower)"
     )
-    threads: NonNegativeInt = Field(0, description="CPU threads of torch per rank; 0 leaves torch's choice")
+    threads: Annotated[int, Field(ge=0, le=4096)] = Field(
+        0, description="CPU threads of torch per rank; 0 leaves torch's choice"
+    )
 
 
 class LoaderSection(Section):
@@ -145,7 +151,9 @@ class DistSection(Section):
     """Data parallel over torchrun's ranks."""
 
     backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on cuda, gloo on cpu")
-    timeout: PositiveInt = Field(1800, description="seconds until a lost peer is an error")
+    timeout: Annotated[int, Field(gt=0, le=10**7)] = Field(
+        1800, description="seconds until a lost peer is an error"
+    )
 
 
 def _absolute(path: str | None) -> str | None:

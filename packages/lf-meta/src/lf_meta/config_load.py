@@ -42,8 +42,10 @@ _Loader.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _unique_
 def _parse(text: str, what: str) -> Any:
     try:
         return yaml.load(text, Loader=_Loader)
-    except yaml.YAMLError as e:
+    except (yaml.YAMLError, TypeError, ValueError) as e:  # TypeError: a key that is a list
         raise ConfigError(what, f"is not valid YAML: {' '.join(str(e).split())}") from e
+    except RecursionError:
+        raise ConfigError(what, "is nested too deeply") from None
 
 
 def read_file(path: str | None) -> dict[str, Any]:

@@ -36,11 +36,16 @@ def prepare(section: DataSection, seed: int, target: Path) -> DataPaths:
     Raises:
         DataError: nothing usable at data.path.
     """
+    return find(section, target) or _pack(section, seed, target)
+
+
+def find(section: DataSection, target: Path) -> DataPaths | None:
+    """Data that is packed already: at data.path, or earlier into ``target``."""
     if section.path is not None and (packed := _already_packed(Path(section.path))):
         return packed
     if (target / "train.loongbin").exists():
         return DataPaths(target / "train.loongbin", _if_exists(target / "eval.loongbin"), f"using {target}")
-    return _pack(section, seed, target)
+    return None
 
 
 def _if_exists(path: Path) -> Path | None:
@@ -99,6 +104,8 @@ def open_split(path: Path, vocab_size: int | None) -> lff.Dataset:
         dataset = lff.open_dataset(path)
         if not len(dataset):
             raise DataError(f"{path}: no records")
+        if int(dataset.lengths.max()) < 2:
+            raise DataError(f"{path}: no record has two tokens, so there is nothing to predict")
         if vocab_size is not None:
             dataset.check_vocab(vocab_size)
     except (OSError, ValueError) as e:

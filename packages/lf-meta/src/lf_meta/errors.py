@@ -32,6 +32,10 @@ class DataError(MetaError):
     exit_code = 2
 
 
+class ReadError(MetaError):
+    """A record could not be read, or is not as it was written; the message names file, record and offset."""
+
+
 class CheckpointError(MetaError):
     """A checkpoint could not be written or read back; earlier ones are intact."""
 
@@ -49,15 +53,15 @@ class RunError(MetaError):
 
 
 class NonFiniteLossError(MetaError):
-    """The loss became NaN or infinite; no checkpoint was written after ``step``.
+    """The loss or its gradient became NaN or infinite; no checkpoint was written at or after ``step``.
 
     Attributes:
-        step: first step whose loss was not finite.
+        step: first step whose loss or gradient norm was not finite.
     """
 
-    def __init__(self, step: int, loss: float) -> None:
+    def __init__(self, step: int, loss: float, grad_norm: float) -> None:
         super().__init__(
-            f"loss at step {step} is {loss}: the last checkpoint is from before it; "
+            f"loss at step {step} is {loss}, gradient norm {grad_norm}: the last checkpoint is from before it; "
             "lower optim.lr or raise optim.warmup and resume"
         )
         self.step = step

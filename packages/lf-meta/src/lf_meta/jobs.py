@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -13,7 +14,7 @@ from lf_meta.checkpoint import Restored, digest, open_checkpointer
 from lf_meta.config import Config
 from lf_meta.config_load import flatten
 from lf_meta.dist import World, choose_precision
-from lf_meta.errors import DataError, RunError
+from lf_meta.errors import ConfigError, DataError, RunError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import describe
 from lf_meta.infer import Sampling, generate
@@ -37,7 +38,12 @@ def start_run(config: Config, signal: StopSignal) -> int:
         if world.is_main:
             rundir.write_config(made, named)
             print(f"run {made.root}", flush=True)
-        return _run(named, made, world, signal, resume=False)
+        try:
+            return _run(named, made, world, signal, resume=False)
+        except (ConfigError, DataError):
+            if world.is_main and not made.metrics.exists():
+                shutil.rmtree(made.root, ignore_errors=True)  # nothing was trained: the name stays free
+            raise
 
 
 def resume_run(config: Config, run: RunDir, signal: StopSignal) -> int:
@@ -54,10 +60,20 @@ def _run(config: Config, run: RunDir, world: World, signal: StopSignal, resume: 
             _introduce(session)
         if resume:
             _restore(session)
+        else:
+            world.on_main(lambda: _refuse_used_store(session))
         outcome = train(session)
         if world.is_main:
             _finish(session, outcome)
     return outcome.signum
+
+
+def _refuse_used_store(s: Session) -> None:
+    """A new run must not mix its steps with another's."""
+    if s.checkpointer is not None and (steps := s.checkpointer.steps()):
+        raise ConfigError(
+            "ckpt.dir", f"{s.config.ckpt.dir} holds checkpoints of another run (steps {list(steps)})"
+        )
 
 
 def _introduce(s: Session) -> None:
@@ -95,7 +111,7 @@ def _finish(s: Session, outcome: Outcome) -> None:
         print(f"stopped by signal {outcome.signum} after step {outcome.step}, which is saved")
         print(f"next: loongforge resume {root}")
         return
-    if s.run.tokenizer.exists():
+    if s.run.tokenizer.exists() and hasattr(s.model, "logits"):
         text = _continue(s.model, s.run, s.config, s.world, SAMPLE_PROMPT, Sampling())
         print(f"sample after step {outcome.step}:\n{SAMPLE_PROMPT}{text}\n")
     print(f"wrote {s.run.plot} and {s.run.metrics}")
@@ -115,10 +131,19 @@ def _load_model(
 ) -> tuple[torch.nn.Module, Restored]:
     restored = _restored(run, config, step)
     weights = {n.removeprefix("model."): t for n, t in restored.tensors.items() if n.startswith("model.")}
-    vocab_size = config.model.vocab_size or weights["embed.weight"].shape[0]
-    model = make_model(config, vocab_size, world.device)
+    model = make_model(config, restored.items["train"]["vocab_size"], world.device)
     model.load_state_dict(weights)
     return model.eval(), restored
+
+
+def _check_same_data(paths: data.DataPaths, restored: Restored) -> None:
+    train = data.open_split(paths.train, None)
+    found, expected = train.fingerprint, restored.items["data"]["fingerprint"]
+    train.close()
+    if found != expected:
+        raise DataError(
+            f"{paths.train}: the run was trained on other data (fingerprint {expected}, here {found})"
+        )
 
 
 def evaluate_run(path: str | Path, step: int | None, overrides: Sequence[str] = ()) -> str:
@@ -126,10 +151,11 @@ def evaluate_run(path: str | Path, step: int | None, overrides: Sequence[str] = 
     run = rundir.find(path)
     config = rundir.read_config(run, list(overrides))
     with World.from_environment(config.device, config.dist) as world:
-        paths = data.prepare(config.data, config.run.seed, run.data)
-        if paths.eval is None:
-            raise DataError(f"{path}: its data has no eval split (data.eval_fraction was 0)")
+        paths = data.find(config.data, run.data)
+        if paths is None or paths.eval is None:
+            raise DataError(f"{path}: its eval split is not there (or data.eval_fraction was 0)")
         model, restored = _load_model(run, config, world, step)
+        _check_same_data(paths, restored)
         dataset = data.open_split(paths.eval, config.model.vocab_size)
         job = EvalJob(dataset, config.loader, config.batch.size, 0, autocast_for(config, world.device))
         result = job.run(model, world, lambda: 0)
@@ -153,6 +179,8 @@ def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: int |
 def _continue(
     model: torch.nn.Module, run: RunDir, config: Config, world: World, prompt: str, sampling: Sampling
 ) -> str:
+    if not hasattr(model, "logits"):
+        raise RunError(f"{config.model.name} has no method logits(tokens), which generating text needs")
     tokenizer = rundir.read_tokenizer(run)
     ids = torch.from_numpy(tokenizer.encode(prompt)).to(world.device, torch.int64)
     if not ids.numel():

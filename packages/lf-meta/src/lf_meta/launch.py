@@ -54,7 +54,8 @@ class Launch:
         return [*command, "-m", "lf_meta.cli", *arguments]
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
+    """Ask the kernel for SIGTERM when the parent process ends."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
@@ -116,7 +117,7 @@ def run(launch: Launch, arguments: Sequence[str]) -> int:
                 launch.torchrun(arguments),
                 env=environment,
                 start_new_session=True,
-                preexec_fn=_die_with_parent,
+                preexec_fn=die_with_parent,
             )
             _wait(agent, forwarder)
         finally:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import lf_iouring as lfi
-from lf_meta.errors import DataError
+from lf_meta.errors import ReadError
 from lf_meta.feed import Batch, to_micro_batches
 from lf_meta.metrics import Row, StepRecord
 from lf_meta.optim import accumulate, normalise_and_clip
@@ -49,7 +49,7 @@ def train(s: Session) -> Outcome:
             s.step += 1
             save, evaluate = _due(s.step, config.ckpt.every, last), _due(s.step, config.eval.every, last)
             if save or evaluate or _due(s.step, config.metrics.every, last):
-                _report(s, progress)
+                _report(s, progress)  # before a save: what is not finite must not be saved
             if save:
                 s.save()
             if evaluate:
@@ -72,7 +72,7 @@ def _next_batch(batches: Iterator[Batch]) -> tuple[float, Batch]:
     try:
         batch = next(batches)
     except lfi.DataError as e:
-        raise DataError(str(e)) from e
+        raise ReadError(str(e)) from e
     return time.perf_counter() - start, batch
 
 

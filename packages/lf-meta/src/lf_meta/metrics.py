@@ -59,7 +59,7 @@ class StepMetrics:
         """One device-to-host copy for all collected steps.
 
         Raises:
-            NonFiniteLossError: naming the first step whose loss is not finite.
+            NonFiniteLossError: naming the first step whose loss or gradient norm is not finite.
         """
         records, self._records = self._records, []
         if not records:
@@ -78,8 +78,8 @@ class StepMetrics:
     @staticmethod
     def _row(record: StepRecord, loss_sum: float, count: float, grad_norm: float) -> Row:
         loss = loss_sum / max(count, 1)
-        if not math.isfinite(loss):
-            raise NonFiniteLossError(record.step, loss)
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            raise NonFiniteLossError(record.step, loss, grad_norm)
         own: Row = {"step": record.step, "epoch": record.epoch, "loss": loss, "grad_norm": grad_norm}
         return {**own, "lr": record.lr, "tokens": int(count)}
 
@@ -118,7 +118,7 @@ class MetricsFile:
         """Drop rows of steps later than ``step``, so that a resume leaves no step twice. Atomic."""
         if not self.path.exists():
             return
-        kept = [r for r in self.rows() if r.get("step", 0) <= step]
+        kept = [r for r in self.rows() if isinstance(at := r.get("step"), int) and at <= step]
         temporary = self.path.with_suffix(".tmp")
         temporary.write_text("".join(json.dumps(r) + "\n" for r in kept), encoding="utf-8")
         os.replace(temporary, self.path)

@@ -14,7 +14,12 @@ import yaml
 
 import lf_format as lff
 from lf_meta.config import Config, load_config
-from lf_meta.errors import RunError
+from lf_meta.config_load import flatten, read_file
+from lf_meta.errors import ConfigError, RunError
+
+# what weights, sample order and checkpoints of a run depend on
+_FIXED_DATA = tuple(f"data.{key}" for key in ("path", "tokenizer", "max_len", "eval_fraction"))
+FIXED = ("run.name", "run.seed", "model.", "batch.size", "ckpt.backend", "ckpt.dir", *_FIXED_DATA)
 
 
 @dataclass(frozen=True)
@@ -63,12 +68,8 @@ def create(config: Config) -> RunDir:
     if config.run.name is not None:
         return _make(parent / config.run.name)
     prefix = f"{config.model.name.replace(':', '.')}-{config.model.size}"
-    for n in itertools.count(1):
-        try:
-            return _make(parent / f"{prefix}-{n:03d}")
-        except RunError:
-            continue
-    raise AssertionError("unreachable")
+    taken = (parent / f"{prefix}-{n:03d}" for n in itertools.count(1))
+    return _make(next(path for path in taken if not path.exists()))
 
 
 def _make(root: Path) -> RunDir:
@@ -118,8 +119,20 @@ def find(path: str | Path) -> RunDir:
 
 
 def read_config(run: RunDir, overrides: list[str] | tuple[str, ...] = ()) -> Config:
-    """The run's configuration with overrides applied."""
-    return load_config(str(run.config), overrides)
+    """The run's configuration with overrides applied.
+
+    Raises:
+        RunError: the file is not whole.
+        ConfigError: an override changes what the run's checkpoints and sample order depend on.
+    """
+    if not set(read_file(str(run.config))) >= {"run", "model", "data", "ckpt"}:
+        raise RunError(f"{run.config} is not a whole configuration; take the copy from a checkpoint")
+    before, after = load_config(str(run.config)), load_config(str(run.config), overrides)
+    changes = {k: v for k, v in flatten(after.to_dict()).items() if flatten(before.to_dict()).get(k) != v}
+    for key, value in changes.items():
+        if key.startswith(FIXED):
+            raise ConfigError(key, f"cannot become {value!r} in a run that has begun: start a new run")
+    return after
 
 
 def write_tokenizer(run: RunDir, tokenizer: lff.Tokenizer) -> None:

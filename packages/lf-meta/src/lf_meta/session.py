@@ -46,6 +46,7 @@ class Session:
     model: nn.Module  # as the checkpoint sees it
     parallel: nn.Module  # as the loop calls it
     optimizer: torch.optim.Optimizer
+    vocab_size: int
     feed: Feed
     eval_job: EvalJob | None
     autocast: Autocast
@@ -61,7 +62,11 @@ class Session:
         """Checkpoint the finished step, once; returns when the state is copied."""
         if self.checkpointer is not None and self.saved_step != self.step:
             tensors, items = collect_state(self.model, self.optimizer)
-            items["train"] = {"step": self.step, "tokens_seen": self.tokens_seen}
+            items["train"] = {
+                "step": self.step,
+                "tokens_seen": self.tokens_seen,
+                "vocab_size": self.vocab_size,
+            }
             items["data"] = self.feed.state_dict()
             items["config"] = self.config.to_dict()
             self.checkpointer.save(self.step, tensors, items)
@@ -186,6 +191,7 @@ def open_session(config: Config, run: rundir.RunDir, world: World, signal: StopS
             model,
             world.wrap(model),
             make_optimizer(model, config.optim),
+            vocab_size,
             feed,
             _eval_job(config, held_out, autocast),
             autocast,

@@ -11,8 +11,13 @@ import os
 import signal
 import socket
 import threading
+import time
+import weakref
 from types import FrameType, TracebackType
 
+# Whoever stops a whole job (Slurm, systemd, kill -- -PGID) reaches a rank on several ways within milliseconds:
+# directly, through the launcher, through torchrun. Within this time they count as one request.
+ONE_REQUEST_S = 1.0
 HANDLED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
@@ -43,6 +48,7 @@ class StopSignal:
         self._write.setblocking(False)
 
     def __enter__(self) -> StopSignal:
+        _open.add(self)
         self._old_fd = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         self._old = {s: signal.signal(s, _ignore) for s in not_ignored()}
         self._thread = threading.Thread(target=self._watch, name="lf-signals", daemon=True)
@@ -52,6 +58,7 @@ class StopSignal:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, tb: TracebackType | None
     ) -> None:
+        _open.discard(self)
         for signum, handler in self._old.items():
             signal.signal(signum, handler)
         signal.set_wakeup_fd(self._old_fd)
@@ -60,9 +67,26 @@ class StopSignal:
         self._read.close()
 
     def _watch(self) -> None:
+        first = 0.0
         while data := self._read.recv(1):
             if data[0] not in HANDLED:
                 continue
-            if self.signum:
+            if not self.signum:
+                self.signum, first = data[0], time.monotonic()
+            elif time.monotonic() - first > ONE_REQUEST_S:
                 os._exit(exit_code(data[0]))
-            self.signum = data[0]
+
+
+_open: weakref.WeakSet[StopSignal] = weakref.WeakSet()
+
+
+def _let_go_in_child() -> None:
+    """A forked worker shares the wake-up descriptor: its signals must not look like the parent's."""
+    if len(_open):
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the group; the parent decides
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib
+import os
+import sys
 from collections.abc import Callable, Mapping
 
 from torch import nn
@@ -24,9 +26,11 @@ def _find(name: str) -> Builder:
         raise ConfigError(
             "model.name", f"no model {name!r}; known: {', '.join(_BUILDERS)}, or module:callable"
         )
+    if os.getcwd() not in sys.path:
+        sys.path.insert(0, os.getcwd())  # as `python -m` does: a model may lie where the command is typed
     try:
         found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError) as e:
+    except (ImportError, AttributeError, ValueError) as e:
         raise ConfigError("model.name", f"cannot load {name!r}: {e}") from e
     if not callable(found):
         raise ConfigError("model.name", f"{name!r} is not callable")
@@ -36,10 +40,20 @@ def _find(name: str) -> Builder:
 def build_model(
     name: str, size: str, vocab_size: int, args: Mapping[str, int | float | bool | str]
 ) -> nn.Module:
-    """Build ``name`` at ``size``; its forward takes (tokens int64 [B, T], lengths int64 [B]) and
-    returns (loss_sum float [], token_count int64 []).
+    """Build ``name`` at ``size``.
+
+    Its forward takes (tokens int64 [B, T], lengths int64 [B], loss_mask bool [B, T] or None) and returns
+    (loss_sum float [], token_count int64 []); ``infer`` needs a method ``logits(tokens) -> [B, T, vocab]``.
 
     Raises:
         ConfigError: unknown name or size, or an argument the model does not have.
     """
-    return _find(name)(size=size, vocab_size=vocab_size, **args)
+    try:
+        model = _find(name)(size=size, vocab_size=vocab_size, **args)
+    except TypeError as e:
+        raise ConfigError(
+            "model.name", f"{name} cannot be called with size, vocab_size and model.args: {e}"
+        ) from e
+    if not isinstance(model, nn.Module):
+        raise ConfigError("model.name", f"{name} gave a {type(model).__name__}, not a torch module")
+    return model
