@@ -53,9 +53,11 @@ def _fingerprint(packages: list[str]) -> str:
     return digest.hexdigest()
 
 
-def _extras(package: str) -> list[str]:
+def _extras(package: str) -> str:
+    """``[a,b]`` with every extra of a package, or nothing."""
     project = tomllib.loads((ROOT / "packages" / package / "pyproject.toml").read_text())["project"]
-    return [name for name in project.get("optional-dependencies", {}) if name not in WITHOUT]
+    names = [name for name in project.get("optional-dependencies", {}) if name not in WITHOUT]
+    return f"[{','.join(names)}]" if names else ""
 
 
 def _environment(session: nox.Session, name: str, packages: list[str], tools: list[str]) -> str:
@@ -69,7 +71,7 @@ def _environment(session: nox.Session, name: str, packages: list[str], tools: li
     shutil.rmtree(folder, ignore_errors=True)
     session.run(sys.executable, "-m", "venv", str(folder), external=True)
     pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
-    editable = [a for p in packages for a in ("-e", f"packages/{p}[{','.join(_extras(p))}]")]
+    editable = [a for p in packages for a in ("-e", f"packages/{p}{_extras(p)}")]
     session.run(*pip, "-c", "constraints.txt", *tools, *editable, external=True)
     stamp.write_text(wanted)
     return python
