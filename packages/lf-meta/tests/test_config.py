@@ -58,7 +58,7 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
         ("=3", "=3", "key=value"),
         ("optim.lr=[", "optim.lr", "YAML"),
         ("optim.min_lr_ratio=1", "optim.min_lr_ratio", "less than 1"),
-        ("batch.accum=3", "config", "multiple of batch.accum"),
+        ("batch.accum=3", "batch.accum", "multiple of batch.accum"),
     ],
 )
 def test_every_wrong_override_names_its_key(override: str, key: str, says: str) -> None:

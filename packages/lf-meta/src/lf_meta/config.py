@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
 
 from lf_meta.config_load import build, origins_of
 
@@ -73,6 +73,14 @@ class BatchSection(Section):
 
     size: PositiveInt = Field(16, description="global batch in records")
     accum: PositiveInt = Field(1, description="micro-batches per rank and step")
+
+    @field_validator("accum")
+    @classmethod
+    def _divides_size(cls, accum: int, info: ValidationInfo) -> int:
+        size = info.data.get("size", accum)
+        if size % accum:
+            raise ValueError(f"batch.size {size} is not a multiple of batch.accum {accum}")
+        return accum
 
 
 class OptimSection(Section):
@@ -174,14 +182,6 @@ class Config(Section):
     eval: EvalSection = Field(default_factory=EvalSection)
     metrics: MetricsSection = Field(default_factory=MetricsSection)
     dist: DistSection = Field(default_factory=DistSection)
-
-    @model_validator(mode="after")
-    def _divisible(self) -> Config:
-        if self.batch.size % self.batch.accum:
-            raise ValueError(
-                f"batch.size {self.batch.size} is not a multiple of batch.accum {self.batch.accum}"
-            )
-        return self
 
     def anchored(self) -> Config:
         """The same with absolute paths, so that the run can be resumed from any working directory."""

@@ -148,6 +148,8 @@ def read_tokenizer(run: RunDir) -> lff.Tokenizer:
     """
     try:
         return lff.loads_tokenizer(run.tokenizer.read_text(encoding="utf-8"))
+    except lff.FormatError as e:
+        raise RunError(f"{run.tokenizer}: {e}") from e
     except FileNotFoundError:
         raise RunError(
             f"{run.root} has no tokenizer: its data was packed from ids, so ids cannot become text"
