@@ -63,9 +63,9 @@ def _already_packed(path: Path) -> DataPaths | None:
 
 
 def _pack(section: DataSection, seed: int, target: Path) -> DataPaths:
-    if section.path is not None and Path(section.path).exists():
-        if not (Path(section.path).is_file() or Path(section.path).is_dir()):
-            raise DataError(f"data.path {section.path}: neither a file nor a folder")
+    given = None if section.path is None else Path(section.path)
+    if given is not None and given.exists() and not (given.is_file() or given.is_dir()):
+        raise DataError(f"data.path {given}: neither a file nor a folder")
     pack: Callable[..., lff.PreprocessReport]
     if section.path is None:
         pack = functools.partial(lff.preprocess_documents, default_documents())
