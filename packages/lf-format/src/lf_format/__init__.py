@@ -4,11 +4,12 @@ from lf_format._clips import video_frames, video_sample
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._fields import Field
+from lf_format._locations import Extents, Locations
 from lf_format._merge import ConvertReport, convert, merge
 from lf_format._overlap import OverlapReport, overlap
 from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
-from lf_format._reader import Extents, Reader
+from lf_format._reader import Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
 from lf_format._robot import RobotReport, frame_pairs, preprocess_robot
 from lf_format._salvage import SalvageReport, salvage
@@ -36,6 +37,7 @@ __all__ = [
     "InputError",
     "JsonTokenizer",
     "LengthSummary",
+    "Locations",
     "OverlapReport",
     "PairsReport",
     "PreprocessReport",

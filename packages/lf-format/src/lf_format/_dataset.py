@@ -92,6 +92,10 @@ class Dataset:
         shard = np.searchsorted(self._first, wide, "right") - 1
         return shard.astype(np.int32), wide - self._first[shard]
 
+    def longest(self, field: str) -> int:
+        """See Reader.longest; over all shards."""
+        return max(reader.longest(field) for reader in self.readers)
+
     def max_id(self) -> int:
         """Largest token id present, -1 when there is no record; O(blocks)."""
         return max(r.max_id() for r in self.readers)

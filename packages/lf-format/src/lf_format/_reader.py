@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import stat
 from bisect import bisect_right
-from dataclasses import dataclass
 from functools import cached_property
 from types import TracebackType
 from typing import Any
@@ -18,26 +17,12 @@ from lf_format._codecs import RAW, Coding, decode
 from lf_format._errors import FormatError, Place
 from lf_format._fields import Field
 from lf_format._index import PlaneMap, cumulative, plane_maps
+from lf_format._locations import Extents, Locations, find
 from lf_format._open import load, read_exact
 from lf_format._records import Record, record_hash
 from lf_format._schema import TokenizerInfo
 
 Array = npt.NDArray[Any]
-
-
-@dataclass(frozen=True)
-class Extents:
-    """Where field bytes of records lie in the file.
-
-    Attributes:
-        offset: byte offset, uint64[n].
-        nbytes: bytes of the field, uint32[n].
-        hash: record hash (over all fields of the record, see SPEC.md section 5.4), uint32[n].
-    """
-
-    offset: npt.NDArray[np.uint64]
-    nbytes: npt.NDArray[np.uint32]
-    hash: npt.NDArray[np.uint32]
 
 
 class Reader:
@@ -315,19 +300,29 @@ class Reader:
         names = [f.name for f in self.fields]
         if field not in names:
             raise FormatError("field", path=self.path, expected=names, found=field)
+        found, k = self.locations(ids), names.index(field)
+        codecs = self.opened.index.block_codec[found.block]
+        if (codecs != RAW).any():
+            at = int((codecs != RAW).argmax())
+            place = Place(self.path, int(found.payload[at]))
+            place.require(False, "extents need raw blocks", 0, "codec raw", f"codec {codecs[at]}")
+        return Extents(found.payload + found.start[k], found.nbytes[k], found.hash)
+
+    def locations(self, ids: object) -> Locations:
+        """Block and position in it of every field of the records `ids` (integers, shape [n]), whatever the codecs.
+
+        Raises:
+            FormatError: ids that are not integers. IndexError: ids outside 0..len-1.
+        """
         rows = self._checked_ids(ids)
-        index, plane = self.opened.index, self._maps[names.index(field)]
-        block = np.searchsorted(self._first, rows, "right") - 1
-        packed = block[index.block_codec[block] != RAW]
-        if len(packed):
-            place = Place(self.path, self._payload_at(int(packed[0])))
-            place.require(
-                False, "extents need raw blocks", 0, "codec raw", f"codec {index.block_codec[packed[0]]}"
-            )
-        inside = plane.plane[block] + plane.within[rows] - plane.within[self._first[block]]
-        offset = index.block_offset[block] + (inside + lay.BLOCK_HEADER_SIZE).astype(np.uint64)
-        nbytes = (plane.within[rows + 1] - plane.within[rows]).astype(np.uint32)
-        return Extents(offset, nbytes, index.hashes[rows])
+        return find(rows, self.opened.index, self._first, self._maps, self._counts)
+
+    def longest(self, field: str) -> int:
+        """Most steps of the first axis that a record has of `field`; 1 for a field of a fixed shape."""
+        for item, counts in zip(self.fields, self._counts, strict=True):
+            if item.name == field:
+                return int(counts.max(initial=0)) if item.ragged else 1
+        raise FormatError("field", path=self.path, expected=[f.name for f in self.fields], found=field)
 
     def _checked_ids(self, ids: object) -> npt.NDArray[np.int64]:
         rows = np.atleast_1d(np.asarray(ids))
