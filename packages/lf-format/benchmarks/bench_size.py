@@ -93,7 +93,7 @@ def rows(items: list[bytes], vocab_size: int, level: int, folder: Path) -> list[
         )
     source = folder / "128.loongbin"
     row(".loongbin raw", "record", lambda: (source.stat().st_size, ""))
-    row(".loongbin bitpack", "block", lambda: loongbin(source, folder, {"codec": "bitpack"}))
+    row(".loongbin packed", "block", lambda: loongbin(source, folder, {"codec": "packed"}))
     return found
 
 

@@ -1,8 +1,9 @@
-"""Real token ids for size measurements: Python source and documentation of this machine under an own BPE.
+"""Real token ids for size measurements: source code and documentation of this machine under an own BPE.
 
-    python benchmarks/real_ids.py OUT --megabytes 64
+    python benchmarks/real_ids.py OUT --megabytes 256 --roots FOLDER ...
 
-writes OUT/tokenizer.json and OUT/docs.npz (input_ids: one uint16 array a file).
+writes OUT/tokenizer.json and OUT/docs.npz (input_ids: one uint16 array a file). Unpacked documentation packages
+(`apt-get download linux-doc-6.1 python3.11-doc rust-doc erlang-doc`, `dpkg -x`) are good roots.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ import numpy as np
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
 VOCAB = 32_000
-ROOTS = ("/usr/share/doc", "/usr/share/perl", "/usr/lib/python3", "/usr/include", "/opt")
-SUFFIXES = {".py", ".md", ".rst", ".txt", ".html", ".h", ".pyi", ".hpp", ".c"}
+ROOTS = ("/usr/share/doc", "/usr/share", "/usr/lib", "/usr/include")
+SUFFIXES = {".py", ".md", ".rst", ".txt", ".html", ".h", ".pyi", ".hpp", ".c", ".cpp", ".pm", ".pl", ".tex"}
+TRAINED_ON = 16  # every 16th text trains the BPE
 
 
 def texts(roots: list[str]) -> Iterator[str]:
@@ -41,10 +43,10 @@ def texts(roots: list[str]) -> Iterator[str]:
 
 
 def main() -> int:
-    """Trains the BPE on every fourth text and stores ids until there are enough."""
+    """Trains the BPE on a part of the texts and stores ids until there are enough."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("output", type=Path)
-    parser.add_argument("--megabytes", type=int, default=64)
+    parser.add_argument("--megabytes", type=int, default=256)
     parser.add_argument("--roots", nargs="+", default=[sysconfig.get_path("stdlib"), *ROOTS])
     args = parser.parse_args()
     args.output.mkdir(parents=True, exist_ok=True)
@@ -61,7 +63,7 @@ def main() -> int:
     trainer = trainers.BpeTrainer(
         vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
-    tokenizer.train_from_iterator(documents[: max(len(documents) // 8, 1)], trainer)
+    tokenizer.train_from_iterator(documents[: max(len(documents) // TRAINED_ON, 1)], trainer)
     tokenizer.save(str(args.output / "tokenizer.json"))
     rows: list[np.ndarray] = []
     tokens = 0

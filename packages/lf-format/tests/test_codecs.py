@@ -16,13 +16,14 @@ from hypothesis import strategies as st
 import lf_format as lff
 from lf_format import _layout as lay
 from lf_format import cli
-from lf_format._codecs import BITPACK, REMAP_ZSTD, ZSTD, Coding, bits_of, decode, encode, pack_ids, unpack_ids
+from lf_format._codecs import PACKED, REMAP_ZSTD, ZSTD, Coding, bits_of, decode, encode, pack_ids, unpack_ids
 from lf_format._dictionary import Dictionaries, Dictionary, columns, rank_of, rank_table
 from lf_format._errors import Place
 
 Write = Callable[..., Path]
 Contents = list[tuple[bytes, bytes | None, int]]
 U16 = np.dtype("<u2")
+MEASURED = lff.CodecOptions("zstd", dictionary="auto", rank_table="auto")
 FRAME = Dictionary(2, 0, np.array([2, 0, 1, 3], "<u4").tobytes()).stored
 
 
@@ -46,7 +47,7 @@ def phrases() -> list[np.ndarray[Any, Any]]:
 def coded(write: Write, phrases: list[Any], tmp_path: Path) -> Path:
     """A file with dictionaries."""
     path = write(phrases, vocab_size=60_000, buckets=(64, 128), block_bytes=8192, loss_mask=True)
-    lff.convert(path, tmp_path / "coded.loongbin", codec="zstd", dictionaries=True)
+    lff.convert(path, tmp_path / "coded.loongbin", codec=MEASURED)
     return tmp_path / "coded.loongbin"
 
 
@@ -56,7 +57,7 @@ def packed(write: Write, tmp_path: Path) -> Path:
     dice = np.random.default_rng(2)
     records = [dice.integers(0, 1000, 1 + i) for i in range(64)]
     path = write(records, vocab_size=1000, loss_mask=True, block_bytes=512)
-    lff.convert(path, tmp_path / "packed.loongbin", codec="bitpack")
+    lff.convert(path, tmp_path / "packed.loongbin", codec="packed")
     return tmp_path / "packed.loongbin"
 
 
@@ -88,29 +89,29 @@ def test_convert_to_packed_ids_and_back(
     dice = np.random.default_rng(3)
     records = [dice.integers(0, vocab_size, 1 + i) for i in range(64)]
     path = write(records, vocab_size=vocab_size, loss_mask=loss_mask, block_bytes=512)
-    report = lff.convert(path, tmp_path / "p.loongbin", codec="bitpack")
+    report = lff.convert(path, tmp_path / "p.loongbin", codec="packed")
     assert contents(tmp_path / "p.loongbin") == contents(path)
     assert lff.verify(tmp_path / "p.loongbin").problems == []
     with lff.Reader(tmp_path / "p.loongbin") as reader:
         opened = reader.opened
-    assert opened.header.incompat == lay.INCOMPAT_BITPACK
-    assert set(opened.index.block_codec.tolist()) == {BITPACK}
+    assert opened.header.incompat == lay.INCOMPAT_PACKED
+    assert set(opened.index.block_codec.tolist()) == {PACKED}
     assert report.decisions == ()
     lff.convert(tmp_path / "p.loongbin", tmp_path / "raw.loongbin", codec="raw")
     assert lff.Reader(tmp_path / "raw.loongbin").fingerprint == lff.Reader(path).fingerprint
 
 
 def test_ids_that_fill_their_width_stay_raw(write: Write, tmp_path: Path) -> None:
-    lff.convert(write([[1, 2, 255]]), tmp_path / "p.loongbin", codec="bitpack")
+    lff.convert(write([[1, 2, 255]]), tmp_path / "p.loongbin", codec="packed")
     assert lff.Reader(tmp_path / "p.loongbin").codecs_raw
     assert lff.verify(tmp_path / "p.loongbin").ok
 
 
 def test_dictionaries_that_pay_are_kept_and_the_file_is_smaller(coded: Path, tmp_path: Path) -> None:
     plain = tmp_path / "a.loongbin"
-    report = lff.convert(plain, tmp_path / "again.loongbin", codec="zstd", dictionaries=True)
-    without = lff.convert(plain, tmp_path / "zstd.loongbin", codec="zstd").output
-    assert report.output.bytes < without.bytes
+    report = lff.convert(plain, tmp_path / "again.loongbin", codec=MEASURED)
+    without = lff.convert(plain, tmp_path / "zstd.loongbin", codec="zstd")
+    assert report.bytes < without.bytes
     kept = [d for d in report.decisions if d.kept]
     assert kept
     assert all(d.saved >= 0.02 * d.without for d in kept)
@@ -122,9 +123,9 @@ def test_dictionaries_that_pay_are_kept_and_the_file_is_smaller(coded: Path, tmp
 def test_dictionaries_that_do_not_pay_are_dropped_with_a_reason(write: Write, tmp_path: Path) -> None:
     dice = np.random.default_rng(4)
     path = write([dice.integers(0, 256, 64) for _ in range(300)], block_bytes=1024)
-    report = lff.convert(path, tmp_path / "z.loongbin", codec="zstd", dictionaries=True)
+    report = lff.convert(path, tmp_path / "z.loongbin", codec=MEASURED)
     assert not any(d.kept for d in report.decisions)
-    assert {d.kind for d in report.decisions} == {"ranks", "zstd"}
+    assert {d.kind for d in report.decisions} == {"rank table", "dictionary"}
     assert all("saves" in d.reason for d in report.decisions)
     with lff.Reader(tmp_path / "z.loongbin") as reader:
         assert (reader.opened.header.incompat, reader.opened.dictionaries.entries) == (0, [])
@@ -133,7 +134,7 @@ def test_dictionaries_that_do_not_pay_are_dropped_with_a_reason(write: Write, tm
 @pytest.mark.parametrize("records", [[], [[1, 2, 3]]], ids=["empty", "one"])
 def test_small_files_get_no_dictionary(write: Write, tmp_path: Path, records: list[list[int]]) -> None:
     path = write(records)
-    report = lff.convert(path, tmp_path / "z.loongbin", codec="zstd", dictionaries=True)
+    report = lff.convert(path, tmp_path / "z.loongbin", codec=MEASURED)
     assert not any(d.kept for d in report.decisions)
     assert contents(tmp_path / "z.loongbin") == contents(path)
 
@@ -150,7 +151,7 @@ def test_dictionaries_cannot_unfold_into_any_amount_of_memory(monkeypatch: pytes
 
 def test_a_vocabulary_too_large_for_ranks_is_said_so(write: Write, tmp_path: Path) -> None:
     path = write([[2**32 - 1, 0, 7]] * 40, vocab_size=2**32)
-    report = lff.convert(path, tmp_path / "z.loongbin", codec="zstd", dictionaries=True)
+    report = lff.convert(path, tmp_path / "z.loongbin", codec=MEASURED)
     assert report.decisions[0].reason == "the vocabulary is too large for a table"
     assert contents(tmp_path / "z.loongbin") == contents(path)
 
@@ -181,7 +182,7 @@ def test_merge_keeps_the_dictionaries_of_every_input(
 ) -> None:
     options = {"vocab_size": 60_000, "buckets": (64, 128), "loss_mask": True}
     other = write(phrases[::-1][:4000], "o.loongbin", block_bytes=8192, **options)
-    lff.convert(other, tmp_path / "other.loongbin", codec="zstd", dictionaries=True)
+    lff.convert(other, tmp_path / "other.loongbin", codec=MEASURED)
     files = [coded, tmp_path / "other.loongbin", coded, write([[1, 2]], "r.loongbin", **options)]
     lff.merge(files, tmp_path / "all.loongbin")
     assert contents(tmp_path / "all.loongbin") == [row for path in files for row in contents(path)]
@@ -221,9 +222,7 @@ def test_flipped_bits_are_found_and_never_read_as_data(
 
 
 @settings(max_examples=300, deadline=None)
-@given(
-    stored=st.binary(max_size=80), codec=st.sampled_from([ZSTD, BITPACK, REMAP_ZSTD]), n=st.integers(1, 40)
-)
+@given(stored=st.binary(max_size=80), codec=st.sampled_from([ZSTD, PACKED, REMAP_ZSTD]), n=st.integers(1, 40))
 def test_any_bytes_decode_exactly_or_are_refused(stored: bytes, codec: int, n: int) -> None:
     coding = Coding(9, U16, n, None, np.arange(400, dtype="<u4"))
     try:
@@ -231,7 +230,7 @@ def test_any_bytes_decode_exactly_or_are_refused(stored: bytes, codec: int, n: i
     except lff.FormatError:
         return
     assert len(payload) == 2 * n
-    if codec == BITPACK:
+    if codec == PACKED:
         assert pack_ids(np.frombuffer(payload, U16), 9) == stored
 
 
@@ -263,7 +262,7 @@ def test_any_dictionary_columns_parse_or_are_refused(
     found.coding(1, 3, np.dtype("u1"))
 
 
-@pytest.mark.parametrize("incompat", [0, lay.INCOMPAT_BITPACK | lay.INCOMPAT_REMAP, lay.INCOMPAT_ZSTD_DICT])
+@pytest.mark.parametrize("incompat", [0, lay.INCOMPAT_PACKED | lay.INCOMPAT_REMAP, lay.INCOMPAT_ZSTD_DICT])
 def test_feature_bits_must_say_what_the_blocks_need(packed: Path, incompat: int) -> None:
     raw = bytearray(packed.read_bytes())
     struct.pack_into("<Q", raw, 32, incompat)
@@ -289,8 +288,27 @@ def test_convert_command_reports_each_dictionary(
     coded: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = f"{tmp_path}/cli.loongbin"
-    assert cli.main(["convert", str(coded), "-o", out, "--codec", "zstd", "--dictionaries"]) == 0
+    assert cli.main(["convert", str(coded), "-o", out, "--codec", "zstd"]) == 0
     text = capsys.readouterr().out
-    assert "bucket 128: zstd of" in text
-    assert "all buckets: ranks of" in text
-    assert cli.main(["convert", str(coded), "-o", out, "--codec", "raw", "--dictionaries"]) == 1
+    assert "bucket 128: dictionary of" in text
+    assert "all buckets: rank table of" in text
+    off = ["--dictionary", "off", "--rank-table", "off", "--zstd-level", "1"]
+    assert cli.main(["convert", str(coded), "-o", out, "--codec", "zstd", *off]) == 0
+    assert "dictionary" not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--codec", "raw", "--dictionary", "auto"],
+        ["--codec", "packed", "--rank-table", "auto"],
+        ["--codec", "raw", "--zstd-level", "5"],
+        ["--zstd-level", "23"],
+    ],
+)
+def test_convert_command_refuses_what_does_not_go_together(
+    write: Write, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cli.main(["convert", str(write([[1]])), "-o", f"{tmp_path}/b.loongbin", *arguments]) == 1
+    assert "expected" in capsys.readouterr().err
+    assert not (tmp_path / "b.loongbin").exists()

@@ -41,14 +41,14 @@ def folder() -> Iterator[Path]:
     texts=st.lists(st.text(max_size=100), min_size=1, max_size=15),
     max_len=st.integers(1, 40),
     fraction=st.sampled_from([0.0, 0.1, 0.5]),
-    level=st.sampled_from([None, 3]),
+    codec=st.sampled_from(["raw", "zstd", "auto"]),
 )
 def test_every_token_is_stored_once_in_pieces_with_flags(
-    folder: Path, texts: list[str], max_len: int, fraction: float, level: int | None
+    folder: Path, texts: list[str], max_len: int, fraction: float, codec: str
 ) -> None:
     raw = [t.encode() for t in texts if t]
     documents = [(str(i), t) for i, t in enumerate(texts)]
-    options: dict[str, Any] = {"max_len": max_len, "eval_fraction": fraction, "zstd_level": level}
+    options: dict[str, Any] = {"max_len": max_len, "eval_fraction": fraction, "codec": codec}
     if not raw or (len(raw) == 1 and len(raw[0]) == 1 and fraction):
         with pytest.raises(lff.InputError):
             lff.preprocess_documents(documents, folder, **options)
@@ -130,8 +130,7 @@ def test_missing_or_no_input_is_an_error(tmp_path: Path) -> None:
         {"eval_fraction": -0.1},
         {"eval_fraction": float("nan")},
         {"num_workers": 0},
-        {"zstd_level": 0},
-        {"zstd_level": 23},
+        {"codec": "bitpack"},
         {"max_len": 8, "min_len": 9},
         {"buckets": (8,), "max_len": 8},
         {"tokenizer": "absent.json"},

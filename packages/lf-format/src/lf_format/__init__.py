@@ -1,11 +1,14 @@
 """Checked binary containers for training samples: .loongbin token sequences in length buckets."""
 
 from lf_format._clips import video_frames, video_sample
+from lf_format._container import WriteReport
 from lf_format._dataset import Dataset, open_dataset
+from lf_format._decision import Decision
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._fields import Field
 from lf_format._locations import Extents, Locations
-from lf_format._merge import ConvertReport, convert, merge
+from lf_format._merge import convert, merge
+from lf_format._options import CodecOptions
 from lf_format._overlap import OverlapReport, overlap
 from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
@@ -17,9 +20,8 @@ from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
 from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
 from lf_format._tokenizers import ByteTokenizer, JsonTokenizer, Tokenizer, load_tokenizer, loads_tokenizer
-from lf_format._train import Decision
 from lf_format._verify import VerifyReport, verify
-from lf_format._writer import Writer, WriteReport
+from lf_format._writer import Writer
 
 __version__ = "0.1.0"
 
@@ -28,7 +30,7 @@ __all__ = [
     "DOCUMENT_START",
     "BucketSet",
     "ByteTokenizer",
-    "ConvertReport",
+    "CodecOptions",
     "Dataset",
     "Decision",
     "Extents",

@@ -11,9 +11,8 @@ import zstandard
 
 from lf_format._errors import FormatError, Place
 
-RAW, ZSTD, BITPACK, REMAP_ZSTD = 0, 1, 2, 3
-CODEC_NAMES = {RAW: "raw", ZSTD: "zstd", BITPACK: "bitpack", REMAP_ZSTD: "remap-zstd"}
-CODEC_IDS = {"raw": RAW, "zstd": ZSTD}  # what a Writer takes; the others need a vocabulary or a dictionary
+RAW, ZSTD, PACKED, REMAP_ZSTD = 0, 1, 2, 3
+KNOWN_CODECS = (RAW, ZSTD, PACKED, REMAP_ZSTD)
 _CHUNK = 1 << 16  # ids packed at once, a multiple of 8: bounds the memory of one bit per byte
 Array = npt.NDArray[Any]
 
@@ -49,7 +48,7 @@ def encode(payload: bytes, codec: int, level: int, coding: Coding | None = None)
     if codec in (ZSTD, REMAP_ZSTD):
         source = payload if codec == ZSTD or coding is None else _replaced(payload, coding, coding.ranks)
         packed = _compressed(source, level, None if coding is None else coding.dictionary)
-    elif codec == BITPACK and coding is not None:
+    elif codec == PACKED and coding is not None:
         plane = coding.tokens * coding.dtype.itemsize
         ids = np.frombuffer(payload, coding.dtype, coding.tokens)
         packed = pack_ids(ids, coding.bits) + payload[-(-plane // 64) * 64 :]
@@ -88,7 +87,7 @@ def decode(
         return _decompressed(stored, raw_len, place, None if coding is None else coding.dictionary)
     if coding is None:
         raise FormatError("block needs the index to decode", path=path, offset=offset)
-    if codec == BITPACK:
+    if codec == PACKED:
         return _unpacked(stored, raw_len, place, coding)
     payload = _decompressed(stored, raw_len, place, coding.dictionary)
     ranks = np.frombuffer(payload, coding.dtype, coding.tokens)

@@ -12,7 +12,7 @@ import numpy.typing as npt
 import zstandard
 
 from lf_format import _layout as lay
-from lf_format._codecs import BITPACK, RAW, REMAP_ZSTD, Coding, bits_of
+from lf_format._codecs import PACKED, RAW, REMAP_ZSTD, Coding, bits_of
 from lf_format._errors import Place
 from lf_format._index import EXTRA_COLUMNS
 
@@ -38,6 +38,16 @@ class Dictionary:
         return zstandard.ZstdCompressionDict(self.content)
 
     @cached_property
+    def table(self) -> Array:
+        """Of a rank table: the id of every rank, uint32[vocabulary]."""
+        return np.frombuffer(self.content, "<u4")
+
+    @cached_property
+    def ranks(self) -> Array:
+        """Of a rank table: the rank of every id, uint32[vocabulary]."""
+        return rank_of(self.table)
+
+    @cached_property
     def stored(self) -> bytes:
         """The zstd frame that the index holds."""
         return zstandard.ZstdCompressor(level=_LEVEL, write_checksum=False).compress(self.content)
@@ -59,7 +69,7 @@ def columns(dictionaries: Sequence[Dictionary], of_block: Sequence[int]) -> dict
 def features(block_codec: Array, dictionaries: Sequence[Dictionary]) -> int:
     """Incompat bits of a file with these codecs and dictionaries."""
     bits = lay.INCOMPAT_ZSTD_DICT if dictionaries else 0
-    bits |= lay.INCOMPAT_BITPACK if (block_codec == BITPACK).any() else 0
+    bits |= lay.INCOMPAT_PACKED if (block_codec == PACKED).any() else 0
     return bits | (lay.INCOMPAT_REMAP if (block_codec == REMAP_ZSTD).any() else 0)
 
 
@@ -123,7 +133,7 @@ class Dictionaries:
             return
         place.require(entry.base == 0, f"{what}: rank table", 0, 0, entry.base)
         place.require(size == 4 * self._vocab, f"{what}: bytes", 0, 4 * self._vocab, size)
-        table = np.frombuffer(entry.content, "<u4")
+        table = entry.table
         seen = np.zeros(self._vocab, bool)
         seen[table[table < self._vocab]] = True
         place.require(seen.all(), f"{what}: ids", 0, "every id once", int(seen.sum()))
@@ -135,7 +145,7 @@ class Dictionaries:
         high = number > len(self.entries)
         number = np.where(high, 0, number)
         bad = high | np.where(block_codec == REMAP_ZSTD, ~ranked[number], (number > 0) & ~plain[number])
-        bad |= ((block_codec == RAW) | (block_codec == BITPACK)) & (self.of_block > 0)
+        bad |= ((block_codec == RAW) | (block_codec == PACKED)) & (self.of_block > 0)
         at = int(bad.argmax()) if bad.any() else 0
         found = int(self.of_block[at]) if bad.any() else 0
         place.require(not bad.any(), f"dictionary of block {at}", 0, "one that its codec uses", found)
@@ -150,7 +160,7 @@ class Dictionaries:
         if entry is None:
             return Coding(self._bits, dtype, tokens)
         ranks = entry if entry.kind == KIND_RANKS else self.entries[entry.base - 1] if entry.base else None
-        table = None if ranks is None else np.frombuffer(ranks.content, "<u4")
+        table = None if ranks is None else ranks.table
         return Coding(self._bits, dtype, tokens, entry.zstd if entry.kind == KIND_ZSTD else None, table)
 
 

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_format import _layout as lay
-from lf_format._codecs import CODEC_NAMES, RAW
+from lf_format._codecs import KNOWN_CODECS, RAW
 from lf_format._errors import FormatError
 from lf_format._fields import Field
 from lf_format._schema import Schema
@@ -221,7 +221,7 @@ def _check_blocks(index: Index, schema: Schema, vocab_size: int, space: tuple[in
     limit = np.uint64(end)
     offset, stored, raw = index.block_offset, index.block_stored, index.block_raw
     room = np.append(offset[1:], limit)[: len(offset)]
-    known = np.isin(index.block_codec, list(CODEC_NAMES))
+    known = np.isin(index.block_codec, KNOWN_CODECS)
     is_raw = index.block_codec == RAW
     # Sizes are bounded first so that the sums below cannot wrap.
     for bad, what, expected, found in (
@@ -236,7 +236,7 @@ def _check_blocks(index: Index, schema: Schema, vocab_size: int, space: tuple[in
         (offset + stored + np.uint64(lay.BLOCK_HEADER_SIZE) > room, "end", room, offset + stored),
         (index.block_count == 0, "record count", ">= 1", index.block_count),
         (index.block_bucket >= len(schema.buckets), "bucket", f"< {len(schema.buckets)}", index.block_bucket),
-        (~known, "codec", sorted(CODEC_NAMES), index.block_codec),
+        (~known, "codec", KNOWN_CODECS, index.block_codec),
         (is_raw & (stored != raw), "stored length", raw, stored),
         (index.block_max_id >= vocab_size, "largest id", f"< {vocab_size}", index.block_max_id),
     ):

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lf_format._container import WriteReport
 from lf_format._documents import Inputs, input_files
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
@@ -22,7 +23,7 @@ from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
 from lf_format._tokenizers import load_tokenizer
 from lf_format._video import need
-from lf_format._writer import Writer, WriteReport
+from lf_format._writer import Writer
 
 Pixels = npt.NDArray[np.uint8]
 Progress = Callable[[int, int], None]

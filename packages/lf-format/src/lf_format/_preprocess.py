@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_format._atomic import sync_directory
+from lf_format._container import WriteReport
 from lf_format._convert_megatron import megatron_largest_id
 from lf_format._documents import Document, Inputs, file_documents, holds_ids, input_files
 from lf_format._encode import Encoded, encoded
@@ -22,12 +23,13 @@ from lf_format._errors import FormatError, InputError
 from lf_format._fields import TOKEN_DTYPES
 from lf_format._layout import MAX_RECORD_TOKENS
 from lf_format._npz import largest_id, npz_members
+from lf_format._options import CodecName, CodecOptions
 from lf_format._records import check_mask, check_tokens
 from lf_format._schema import TokenizerInfo, token_dtype
 from lf_format._split import bucket_edges, choose_eval, document_key, pieces
 from lf_format._spool import Spool
 from lf_format._tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
-from lf_format._writer import Writer, WriteReport
+from lf_format._writer import Writer
 
 DEFAULT_MAX_LEN = 2048
 _LARGEST = {".npz": largest_id, ".idx": megatron_largest_id}
@@ -78,7 +80,7 @@ class OptionKeys(TypedDict, total=False):
     eval_fraction: float
     seed: int
     num_workers: int
-    zstd_level: int | None
+    codec: CodecName | CodecOptions
     progress: Progress | None
 
 
@@ -94,7 +96,7 @@ class _Options:
     eval_fraction: float = 0.0
     seed: int = 0
     num_workers: int = 1
-    zstd_level: int | None = None
+    codec: CodecName | CodecOptions = "raw"
     progress: Progress | None = None
 
     def __post_init__(self) -> None:
@@ -102,8 +104,14 @@ class _Options:
             raise FormatError("eval_fraction", expected="0 <= fraction < 1", found=self.eval_fraction)
         if self.num_workers < 1:
             raise FormatError("num_workers", expected=">= 1", found=self.num_workers)
-        if self.zstd_level is not None and not 1 <= self.zstd_level <= 22:
-            raise FormatError("zstd_level", expected="1..22", found=self.zstd_level)
+        self.codec_options()
+
+    def codec_options(self) -> CodecOptions:
+        """How blocks are stored. With a min_len, the first bucket has the short records, which stay raw."""
+        options = CodecOptions.of(self.codec)
+        if self.min_len is None or options.codec == "raw" or options.raw_up_to:
+            return options
+        return replace(options, raw_up_to=self.edges()[0])
 
     def edges(self) -> tuple[int, ...]:
         derived = (self.bucket_size, self.min_len, self.max_len)
@@ -140,15 +148,13 @@ class _Job:
         return TOKEN_DTYPES[token_dtype(self.vocabulary.size)]
 
     def writer(self, split: str) -> Writer:
-        level = self.options.zstd_level
         return Writer(
             self.output_dir / f"{split}.loongbin",
             vocab_size=self.vocabulary.size,
             tokenizer=self.vocabulary.info,
             buckets=self.buckets,
             loss_mask=self.loss_mask,
-            codec="raw" if level is None else "zstd",
-            zstd_level=level or 3,
+            codec=self.options.codec_options(),
         )
 
 
@@ -188,7 +194,8 @@ def preprocess(
             Of a single document the tail is held out, which the report notes.
         num_workers: tokenizing processes (spawned); 1 = this process. Not needed, so not started, when all input
             is .npz.
-        zstd_level: 1..22; None (default) = raw blocks.
+        codec: how blocks are stored: "raw", "zstd", "packed", "auto" or CodecOptions. With `min_len` the first
+            bucket stays raw.
         progress: called with (documents, tokens) after every document.
 
     Raises:

@@ -12,12 +12,13 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lf_format._container import WriteReport
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
 from lf_format._lerobot import ACTION, STATE, Camera, Clip, Episode, RobotSet, read_robot_set
 from lf_format._records import DOCUMENT_START
 from lf_format._video import FrameTable, Pixels, frame_table, frames, need
-from lf_format._writer import Writer, WriteReport
+from lf_format._writer import Writer
 
 Array = npt.NDArray[Any]
 Progress = Callable[[int, int], None]

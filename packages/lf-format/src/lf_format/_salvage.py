@@ -6,6 +6,7 @@ import itertools
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,13 @@ import numpy.typing as npt
 from lf_format import _layout as lay
 from lf_format._blocks import StoredBlock
 from lf_format._codecs import RAW, ZSTD, Coding, decode
+from lf_format._container import Container, Identity, WriteReport
 from lf_format._dictionary import Dictionaries
 from lf_format._errors import FormatError, Place
 from lf_format._index import Index, cumulative, parse_index
 from lf_format._open import read_exact
 from lf_format._records import record_hash
 from lf_format._schema import Schema, TokenizerInfo, parse_schema
-from lf_format._writer import Writer, WriteReport
 
 _CHUNK = 1 << 20
 _BLOCK, _INDEX = b"LFBK", b"LFIX"
@@ -71,19 +72,15 @@ def salvage(
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
         header, schema = _metadata(os.fspath(source) if like is None else os.fspath(like))
-        with Writer(
-            output,
-            vocab_size=header.vocab_size,
-            tokenizer=TokenizerInfo(header.tokenizer_name, header.tokenizer_hash),
-            buckets=schema.buckets,
-            loss_mask=len(schema.fields) == 2,
-        ) as writer:
+        tokenizer = TokenizerInfo(header.tokenizer_name, header.tokenizer_hash)
+        with Container(Path(output), Identity(schema, header.vocab_size, tokenizer)) as out:
             rescue = _Rescue(fd, os.fspath(source), size, header, schema, recut)
             for block in rescue.blocks():
-                writer.append_block(block)
+                out.append_block(block)
             if rescue.records == 0:
                 raise FormatError("nothing intact was found", path=source, expected=">= 1 record", found=0)
-            return rescue.report(writer.close())
+            out.finish()
+            return rescue.report(out.publish())
     finally:
         os.close(fd)
 

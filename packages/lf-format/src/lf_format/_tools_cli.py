@@ -9,9 +9,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._dataset import open_dataset, shard_paths
-from lf_format._merge import CODECS, convert, merge
+from lf_format._layout import PROFILE_LFG
+from lf_format._merge import convert, merge
 from lf_format._overlap import overlap
+from lf_format._reader import Reader
 from lf_format._salvage import salvage
 from lf_format._stats import BucketSet, LengthSummary, bucket_set, suggest_buckets, summarize
 
@@ -111,24 +114,17 @@ def _merge(args: argparse.Namespace) -> int:
 
 def _convert_parser(commands: Any) -> None:
     parser = _command(commands, "convert", _convert, "the same records under another codec")
-    parser.add_argument("input", help="a .loongbin file")
+    parser.add_argument("input", help="a .loongbin or .lfg file")
     parser.add_argument("-o", "--output", required=True, help="new file")
-    parser.add_argument("--codec", required=True, choices=CODECS)
-    parser.add_argument("--dictionaries", action="store_true", help="train dictionaries, keep those that pay")
-    parser.add_argument("--zstd-level", type=int, default=3, choices=range(1, 23), metavar="1..22")
+    add_codec_arguments(parser)
 
 
 def _convert(args: argparse.Namespace) -> int:
-    options = {"zstd_level": args.zstd_level, "dictionaries": args.dictionaries}
-    report = convert(args.input, args.output, codec=args.codec, **options)
-    new = report.output
-    lines = [f"{new.path}: {new.records} records, {new.tokens} tokens, {new.bytes} bytes"]
-    for d in report.decisions:
-        where = "all buckets" if d.bucket is None else f"bucket {d.bucket}"
-        lines.append(
-            f"  {where}: {d.kind} of {d.nbytes} bytes {'kept' if d.kept else 'not kept'}: {d.reason}"
-        )
-    _print(args, dataclasses.asdict(report), "\n".join(lines))
+    with Reader(args.input) as reader:
+        samples = reader.opened.header.profile == PROFILE_LFG
+    report = convert(args.input, args.output, codec=codec_options(vars(args), samples))
+    text = f"{report.path}: {report.records} records, {report.tokens} tokens, {report.bytes} bytes"
+    _print(args, dataclasses.asdict(report), "\n".join([text, *(f"  {d}" for d in report.decisions)]))
     return 0
 
 

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from lf_format._codec_cli import NAMES as CODEC_NAMES
+from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._lerobot import is_robot_set
 from lf_format._pairs import PairsReport, preprocess_pairs
@@ -51,7 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--eval-fraction", type=float, default=0.0, help="share of tokens for eval.loongbin (default: 0)")
     add("--seed", type=int, default=0, help="seed of the choice of held-out documents")
     add("--num-workers", type=int, default=1, help="tokenizing processes (default: 1, in-process)")
-    add("--zstd-level", type=int, help="compress blocks, 1..22 (default: raw)")
+    add_codec_arguments(parser)
     add_robot = parser.add_argument_group("images and robot data, to .lfg").add_argument
     add_robot("--image-key", metavar="KEY", help="key of an image path in .jsonl lines")
     add_robot(
@@ -109,7 +111,8 @@ def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
         progress = _Progress("records", "tokens") if shown else None
         return preprocess_pairs(inputs, output, progress=progress, **_chosen(options, _PAIRS, "image pairs"))
     _chosen(options, set(options) - _ONLY_SAMPLES, "text")
-    rest = {k: v for k, v in options.items() if k not in _ONLY_SAMPLES}
+    rest = {k: v for k, v in options.items() if k not in _ONLY_SAMPLES and k not in CODEC_NAMES}
+    rest["codec"] = codec_options(options)
     return preprocess(inputs, output, progress=_Progress() if shown else None, **rest)
 
 
@@ -139,6 +142,7 @@ def _text(report: Report) -> str:
     for part in (report.train, report.eval):
         if part is not None:
             lines.append(f"{part.path}: {part.records} records, {part.tokens} tokens, {part.bytes} bytes")
+            lines += [f"  {decision}" for decision in part.decisions]
     return "\n".join(lines)
 
 
