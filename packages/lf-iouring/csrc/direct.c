@@ -15,6 +15,8 @@
 #define RAMFS 0x858458f6
 /* At 1 MiB a read, 64 MiB keep 63 of them in flight. */
 #define MAX_BOUNCE ((size_t)64 << 20)
+/* Blocks larger than pages are at most 64 KiB; network file systems name their transfer size here. */
+#define MAX_SINK_UNIT (64u << 10)
 #define HUGE_PAGE ((size_t)2 << 20)
 
 static int in_memory(int fd) {
@@ -43,6 +45,21 @@ int32_t lf_direct_open(int32_t fd) {
   close(direct);
   return -error;
 }
+
+int32_t lf_direct_sink(int32_t fd, uint32_t *unit) {
+  char name[32];
+  struct statfs fs;
+  if (in_memory(fd)) return -EOPNOTSUPP;
+  long block = fstatfs(fd, &fs) == 0 ? (long)fs.f_bsize : 0, page = sysconf(_SC_PAGESIZE);
+  if (block < page) block = page;
+  *unit = block < LF_UNIT ? LF_UNIT : (uint32_t)block;
+  if (*unit > MAX_SINK_UNIT || *unit % LF_UNIT != 0) return -EOPNOTSUPP;
+  snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+  int direct = open(name, O_WRONLY | O_DIRECT | O_CLOEXEC);
+  return direct < 0 ? -errno : direct;
+}
+
+int32_t lf_reserve(int32_t fd, uint64_t bytes) { return fallocate(fd, 0, 0, (off_t)bytes) < 0 ? -errno : 0; }
 
 int lf_files_open(lf_files *files, const lf_options *options) {
   memset(files, 0, sizeof *files);

@@ -12,7 +12,7 @@
 #include <unistd.h>
 
 enum { SYS_SETUP = 425, SYS_ENTER = 426, SYS_REGISTER = 427 };
-enum { OP_READ_FIXED = 4, OP_READ = 22 };
+enum { OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23 };
 enum { ENTER_GETEVENTS = 1, REGISTER_BUFFERS = 0, REGISTER_FILES = 2, FIXED_FILE = 1 };
 enum { SETUP_CLAMP = 1 << 4, SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
 /* One mapping for both rings (5.4), and the release that brought OP_READ (5.6). */
@@ -135,34 +135,48 @@ int lf_ring_register_files(lf_ring *ring, const int32_t *fds, uint32_t count) {
   return 0;
 }
 
-/* The registered buffer that holds this address, or -1. */
-static int buffer_of(const lf_ring *ring, const uint8_t *address) {
+/* The registered buffer that holds these bytes, or -1. */
+static int buffer_of(const lf_ring *ring, const uint8_t *address, uint32_t bytes) {
   for (uint32_t i = 0; i < ring->fixed; i++) {
     /* Wraps to a huge value below the start. */
     uint64_t inside = (uint64_t)(uintptr_t)address - (uint64_t)(uintptr_t)ring->buffers[i].iov_base;
-    if (inside < ring->buffers[i].iov_len) return (int)i;
+    if (inside < ring->buffers[i].iov_len && bytes <= ring->buffers[i].iov_len - inside) return (int)i;
   }
   return -1;
 }
 
-void lf_ring_read(lf_ring *ring, int fd, int32_t place, uint8_t *dst, uint32_t bytes, uint64_t offset,
-                  uint64_t tag) {
+/* The next free entry, with all that a read and a write have in common. */
+static struct sqe *queue(lf_ring *ring, const uint8_t *memory, uint32_t bytes, uint64_t offset, uint64_t tag) {
   uint32_t index = ring->tail & *ring->sq_mask;
   struct sqe *sqe = (struct sqe *)ring->sqes + index;
-  int buffer = buffer_of(ring, dst);
-  int named = ring->fixed_files && place >= 0;
   memset(sqe, 0, sizeof *sqe);
-  sqe->opcode = buffer >= 0 ? OP_READ_FIXED : OP_READ;
-  sqe->buffer = buffer >= 0 ? (uint16_t)buffer : 0;
-  sqe->flags = named ? FIXED_FILE : 0;
-  sqe->fd = named ? place : fd;
   sqe->offset = offset;
-  sqe->address = (uint64_t)(uintptr_t)dst;
+  sqe->address = (uint64_t)(uintptr_t)memory;
   sqe->length = bytes;
   sqe->user_data = tag;
   ring->sq_array[index] = index;
   ring->tail++;
   ring->queued++;
+  return sqe;
+}
+
+void lf_ring_read(lf_ring *ring, int fd, int32_t place, uint8_t *dst, uint32_t bytes, uint64_t offset,
+                  uint64_t tag) {
+  struct sqe *sqe = queue(ring, dst, bytes, offset, tag);
+  int buffer = buffer_of(ring, dst, bytes);
+  int named = ring->fixed_files && place >= 0;
+  sqe->opcode = buffer >= 0 ? OP_READ_FIXED : OP_READ;
+  sqe->buffer = buffer >= 0 ? (uint16_t)buffer : 0;
+  sqe->flags = named ? FIXED_FILE : 0;
+  sqe->fd = named ? place : fd;
+}
+
+void lf_ring_write(lf_ring *ring, int fd, const uint8_t *src, uint32_t bytes, uint64_t offset, uint64_t tag) {
+  struct sqe *sqe = queue(ring, src, bytes, offset, tag);
+  int buffer = buffer_of(ring, src, bytes);
+  sqe->opcode = buffer >= 0 ? OP_WRITE_FIXED : OP_WRITE;
+  sqe->buffer = buffer >= 0 ? (uint16_t)buffer : 0;
+  sqe->fd = fd;
 }
 
 int lf_ring_enter(lf_ring *ring, uint32_t wait_for) {

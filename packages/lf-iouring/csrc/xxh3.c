@@ -4,6 +4,7 @@
 #include <string.h>
 
 #include "lf_native.h"
+#include "xxh3.h"
 
 #if defined(__SSE2__) && !defined(LF_PLAIN_XXH3)
 #include <immintrin.h>
@@ -21,6 +22,7 @@
 #define PMX_2 0x9FB21C651E98DF25ull
 
 enum { SECRET = 192, STRIPE = 64, LANES = 8, STEP = 8, STRIPES = (SECRET - STRIPE) / STEP };
+enum { BLOCK = STRIPE * STRIPES };
 
 /* The specification's default secret. */
 static const uint8_t default_secret[SECRET] = {
@@ -131,6 +133,13 @@ static uint64_t hash_up_to_240(const uint8_t *p, size_t n, uint64_t seed) {
   return avalanche(acc);
 }
 
+enum { MIDDLE = 240 }; /* longer data is hashed in stripes */
+
+static uint64_t hash_short(const uint8_t *p, size_t n, uint64_t seed) {
+  if (n <= 16) return hash_up_to_16(p, n, seed);
+  return n <= 128 ? hash_up_to_128(p, n, seed) : hash_up_to_240(p, n, seed);
+}
+
 /* One block: `stripes` stripes, then the scramble when `full`. */
 typedef void block_fn(uint64_t *acc, const uint8_t *p, const uint8_t *secret, size_t stripes, int full);
 
@@ -214,25 +223,41 @@ static uint64_t merge(const uint64_t *acc, const uint8_t *secret, uint64_t start
   return avalanche(h);
 }
 
-static uint64_t hash_long(const uint8_t *p, size_t n, uint64_t seed) {
-  uint8_t secret[SECRET];
+void lf_xxh3_begin(lf_xxh3_state *h, const uint8_t *data, size_t length, uint64_t seed) {
+  static const uint64_t start[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+  h->data = data;
+  h->length = length;
+  h->seed = seed;
+  h->blocks = 0;
+  memcpy(h->acc, start, sizeof start);
   for (int i = 0; i < SECRET; i += 16) {
-    write64(secret + i, read64(default_secret + i) + seed);
-    write64(secret + i + 8, read64(default_secret + i + 8) - seed);
+    write64(h->secret + i, read64(default_secret + i) + seed);
+    write64(h->secret + i + 8, read64(default_secret + i + 8) - seed);
   }
-  uint64_t acc[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
+}
+
+void lf_xxh3_advance(lf_xxh3_state *h, size_t upto) {
+  /* The last block, full or not, has to wait for the end. */
+  size_t whole = h->length > 0 ? (h->length - 1) / BLOCK : 0;
+  size_t target = upto / BLOCK < whole ? upto / BLOCK : whole;
   block_fn *block = pick_block();
-  size_t blocks = (n - 1) / (STRIPE * STRIPES);
-  for (size_t i = 0; i < blocks; i++) block(acc, p + i * STRIPE * STRIPES, secret, STRIPES, 1);
-  const uint8_t *rest = p + blocks * STRIPE * STRIPES;
-  block(acc, rest, secret, (n - 1 - blocks * STRIPE * STRIPES) / STRIPE, 0);
-  block(acc, p + n - STRIPE, secret + SECRET - STRIPE - 7, 1, 0);
-  return merge(acc, secret + 11, n * P64_1);
+  for (; h->blocks < target; h->blocks++) block(h->acc, h->data + h->blocks * BLOCK, h->secret, STRIPES, 1);
+}
+
+uint64_t lf_xxh3_end(lf_xxh3_state *h) {
+  const uint8_t *p = h->data;
+  size_t n = h->length;
+  if (n <= MIDDLE) return hash_short(p, n, h->seed);
+  lf_xxh3_advance(h, n);
+  block_fn *block = pick_block();
+  block(h->acc, p + h->blocks * BLOCK, h->secret, (n - 1 - h->blocks * BLOCK) / STRIPE, 0);
+  block(h->acc, p + n - STRIPE, h->secret + SECRET - STRIPE - 7, 1, 0);
+  return merge(h->acc, h->secret + 11, n * P64_1);
 }
 
 uint64_t lf_xxh3_64(const uint8_t *data, size_t length, uint64_t seed) {
-  if (length <= 16) return hash_up_to_16(data, length, seed);
-  if (length <= 128) return hash_up_to_128(data, length, seed);
-  if (length <= 240) return hash_up_to_240(data, length, seed);
-  return hash_long(data, length, seed);
+  if (length <= MIDDLE) return hash_short(data, length, seed);
+  lf_xxh3_state state;
+  lf_xxh3_begin(&state, data, length, seed);
+  return lf_xxh3_end(&state);
 }

@@ -2,6 +2,9 @@
 
 import hashlib
 import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -101,5 +104,23 @@ def in_fork():
             finally:
                 os._exit(code)
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def in_child():
+    """in_child(code, *arguments, timeout=60) -> what a fresh Python printed that has tests/limits.py at hand."""
+
+    def run(code, *arguments, timeout=60):
+        done = subprocess.run(
+            [sys.executable, "-c", code, *map(str, arguments)],
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        )
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.strip()
 
     return run

@@ -1,9 +1,10 @@
 """Deterministic, elastic data loading over io_uring: a plan, an engine and LoongDataLoader."""
 
 from ._batch import Batch, PackedBatch
-from ._errors import DataError, EngineError, LoaderError, PlanError, StateError
+from ._errors import DataError, EngineError, LoaderError, PlanError, StateError, WriteError
 from ._packed import PackedStats
 from ._runs import BucketRuns
+from ._sinks import WriterInfo
 from ._stats import LoaderInfo, LoaderStats
 from .device import Backend, CudaBackend
 from .engine import EngineInfo
@@ -14,6 +15,7 @@ from .mixing import Mixture
 from .pack_plan import PackPlan
 from .packing import Packing, Varlen, pack, varlen
 from .plan import BatchSpec, Plan
+from .writer import Extent, FileInfo, FileWriter, WriteEngine, sync_folder
 
 __all__ = [
     "Backend",
@@ -25,6 +27,9 @@ __all__ = [
     "DataError",
     "EngineError",
     "EngineInfo",
+    "Extent",
+    "FileInfo",
+    "FileWriter",
     "LoaderError",
     "LoaderInfo",
     "LoaderStats",
@@ -42,9 +47,13 @@ __all__ = [
     "Sample",
     "StateError",
     "Varlen",
+    "WriteEngine",
+    "WriteError",
+    "WriterInfo",
     "collate",
     "pack",
     "plan_of",
+    "sync_folder",
     "varlen",
 ]
 __version__ = "0.1.0"

@@ -17,7 +17,7 @@ _MAX_REGISTERED = 1 << 30  # bytes; the kernel takes no larger buffer
 _WAIT_MS = 100  # how often a waiting thread looks for signals
 
 _SETUP_FLAGS = {1 << 12: "SINGLE_ISSUER", 1 << 13: "DEFER_TASKRUN"}
-_FIXES = {
+RING_FIXES = {
     "EPERM": "a seccomp profile or kernel.io_uring_disabled denies it; allow system calls 425-427",
     "ENOSYS": "the kernel has no io_uring, or a seccomp profile hides it; Linux 5.6 or newer is needed",
     "ENOMEM": "RLIMIT_MEMLOCK is too low; raise it (ulimit -l)",
@@ -182,7 +182,7 @@ def _describe(report: Any, threads: int, want_ring: bool, by_name: bool) -> Engi
         return EngineInfo("pread", "asked for by name" + few, started)
     if report.ring_threads == 0:
         text = errno_text(report.ring_error)
-        fix = _FIXES.get(text.split()[0], "see io_uring_setup(2)")
+        fix = RING_FIXES.get(text.split()[0], "see io_uring_setup(2)")
         return EngineInfo("pread", f"io_uring: {text}: {fix}" + few, started)
     reason = "asked for by name" if by_name else "available"
     if report.ring_threads < started:

@@ -1,0 +1,464 @@
+"""WriteEngine and FileWriter: any bytes at any place, exact sizes, clear errors, nothing left open."""
+
+import errno
+import importlib.util
+import mmap
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+
+import numpy as np
+import pytest
+import xxhash
+
+import lf_iouring
+from lf_iouring import EngineError, LoaderError, WriteEngine, WriteError
+
+NATIVE = importlib.util.find_spec("lf_iouring._native") is not None
+ENGINES = ["io_uring", "pwrite", "python"] if NATIVE else ["python"]
+CHUNK = 64 << 10
+
+
+@pytest.fixture(scope="module")
+def slab():
+    """3 MiB + 1 page of random bytes that begin on a page."""
+    array = np.frombuffer(mmap.mmap(-1, (3 << 20) + 4096), np.uint8)
+    array[:] = np.random.default_rng(0).integers(0, 256, array.size, dtype=np.uint8)
+    return array
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request, slab):
+    """Each engine, with the slab registered and small chunks, so that many are in flight."""
+    try:
+        made = WriteEngine([slab], engine=request.param, depth=4, chunk=CHUNK)
+    except EngineError as error:
+        pytest.skip(str(error))
+    with made:
+        yield made
+
+
+def open_descriptors():
+    return len(os.listdir("/proc/self/fd"))
+
+
+def write_and_flush(file, data, times=1):
+    while times:
+        file.write(data, 0)
+        file.flush()
+        times -= 1
+
+
+@pytest.mark.parametrize("size", [0, 1, 511, 4095, 4096, 4097, CHUNK, 5 * CHUNK + 17, (3 << 20) - 1, 3 << 20])
+@pytest.mark.parametrize("shift", [0, 1, 512], ids=lambda n: f"memory+{n}")
+def test_any_size_from_any_address_arrives_and_hashes(tmp_path, engine, slab, size, shift):
+    data = slab[shift : shift + size]
+    with engine.create(tmp_path / "file") as file:
+        extent = file.write(data, xxh3=True)
+    assert (tmp_path / "file").read_bytes() == data.tobytes()
+    assert extent == (0, size, xxhash.xxh3_64_intdigest(data))
+
+
+@pytest.mark.parametrize("reserve", [0, 8 << 20])
+def test_pieces_appended_one_after_the_other_make_one_stream(tmp_path, engine, slab, reserve):
+    sizes = [3, 4093, 100_000, 0, 8192, 1, 300_001, 65_536]
+    expected, at = b"", 0
+    with engine.create(tmp_path / "file", reserve=reserve) as file:
+        for size in sizes:
+            assert file.end == len(expected) == file.write(slab[at : at + size]).offset
+            expected += slab[at : at + size].tobytes()
+            at += size
+    assert (tmp_path / "file").read_bytes() == expected
+    assert file.info().nbytes == len(expected)
+
+
+def test_writes_at_odd_offsets_leave_their_neighbours_alone(tmp_path, engine, slab):
+    rng = np.random.default_rng(1)
+    model = bytearray()
+    with engine.create(tmp_path / "file") as file:
+        for _ in range(60):
+            at, size, start = (int(rng.integers(0, n)) for n in (400_000, 200_000, 1 << 20))
+            data = slab[start : start + size]
+            file.write(data, at)
+            file.flush()  # they overlap
+            model += bytes(max(0, at + size - len(model)))
+            model[at : at + size] = data.tobytes()
+    assert (tmp_path / "file").read_bytes() == model
+
+
+def test_a_gap_is_zero_and_an_empty_write_makes_no_file_longer(tmp_path, engine, slab):
+    with engine.create(tmp_path / "file") as file:
+        file.write(b"abc", 10_000)
+        file.write(b"", 90_000)
+    assert (tmp_path / "file").read_bytes() == bytes(10_000) + b"abc"
+
+
+@pytest.mark.skipif(not NATIVE, reason="no C module")
+def test_aligned_bytes_go_past_the_page_cache_as_they_lie(tmp_path, engine, slab):
+    if engine.info().name == "python":
+        pytest.skip("writes through the page cache")
+    file = engine.create(tmp_path / "file")
+    if file.info().io != "direct":
+        pytest.skip(file.info().io_reason)
+    file.write(slab[: (2 << 20) + 100])
+    file.flush()
+    assert (file.info().direct_bytes, file.info().bounced_bytes) == (2 << 20, 0)
+    file.write(slab[1 : 1 + (1 << 20)], 4 << 20)
+    file.flush()
+    assert (file.info().direct_bytes, file.info().bounced_bytes) == (3 << 20, 1 << 20)
+    file.close()
+
+
+def test_what_was_reserved_is_given_back_at_close(tmp_path, engine):
+    file = engine.create(tmp_path / "file", reserve=1 << 20)
+    assert os.stat(file.path).st_size == 1 << 20
+    assert file.info().reserve_reason == ""
+    file.write(b"x" * 5000)
+    file.close()
+    assert os.stat(file.path).st_size == 5000
+    assert os.stat(file.path).st_blocks * 512 < 1 << 20
+
+
+def test_two_engines_and_several_files_write_at_once(tmp_path, slab):
+    def work(number):
+        with WriteEngine([slab], chunk=CHUNK) as own:
+            files = [own.create(tmp_path / f"{number}-{i}") for i in range(3)]
+            for k in range(20):
+                for i, file in enumerate(files):
+                    file.write(slab[k * 4096 + i : k * 4096 + i + 90_001])
+            for file in files:
+                file.close()
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        for i in range(3):
+            expected = b"".join(slab[k * 4096 + i : k * 4096 + i + 90_001].tobytes() for k in range(20))
+            assert (tmp_path / f"{number}-{i}").read_bytes() == expected
+
+
+def test_threads_share_one_engine(tmp_path, engine, slab):
+    def work(number):
+        with engine.create(tmp_path / str(number)) as file:
+            for k in range(20):
+                file.write(slab[k : k + 70_000], xxh3=True)
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    expected = b"".join(slab[k : k + 70_000].tobytes() for k in range(20))
+    assert all((tmp_path / str(n)).read_bytes() == expected for n in range(4))
+
+
+def test_memory_may_be_dropped_right_after_a_write(tmp_path, engine):
+    with engine.create(tmp_path / "file") as file:
+        for k in range(100):
+            file.write(np.full(20_000, k, np.uint8))
+    assert (tmp_path / "file").read_bytes() == b"".join(bytes([k]) * 20_000 for k in range(100))
+
+
+def test_a_full_device_is_a_write_error_that_names_it_all(tmp_path, engine, slab):
+    file = engine.create(tmp_path / "file")
+    before = open_descriptors()
+    full = os.open("/dev/full", os.O_WRONLY)
+    for fd in {file._sink.fd, file._sink.direct} - {-1}:
+        os.dup2(full, fd)
+    os.close(full)
+    with pytest.raises(WriteError) as caught:
+        write_and_flush(file, slab)
+    error = caught.value
+    assert (error.errno, error.offset, error.filename) == (errno.ENOSPC, 0, str(tmp_path / "file"))
+    assert str(error).startswith(f"{file.path}: write at byte 0 failed: ENOSPC ")
+    assert "free space" in str(error)
+    assert isinstance(error, OSError)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    with pytest.raises(LoaderError, match="incomplete"):
+        file.write(b"more")
+    file.close()
+    assert open_descriptors() < before
+    with engine.create(tmp_path / "next") as after:  # the engine goes on
+        after.write(slab)
+    assert (tmp_path / "next").read_bytes() == slab.tobytes()
+
+
+def test_leaving_by_an_exception_closes_and_does_not_hide_it(tmp_path, engine, slab):
+    before = open_descriptors()
+    with pytest.raises(ZeroDivisionError), engine.create(tmp_path / "file", reserve=8 << 20) as file:
+        file.write(slab[: slab.size // (file.end or 0)])
+    assert open_descriptors() == before
+    with pytest.raises(LoaderError, match="closed"):
+        file.write(b"x")
+    file.close()
+
+
+def test_an_interrupted_write_leaves_a_file_that_says_so(tmp_path, engine, slab):
+    before = open_descriptors()
+    file = engine.create(tmp_path / "file")
+    previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
+    signal.setitimer(signal.ITIMER_REAL, 0.05)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            write_and_flush(file, slab, times=-1)
+    finally:
+        signal.signal(signal.SIGALRM, previous)
+    file.close()
+    assert open_descriptors() == before
+    with engine.create(tmp_path / "file") as again:
+        again.write(slab)
+    assert (tmp_path / "file").read_bytes() == slab.tobytes()
+
+
+@pytest.mark.skipif(not NATIVE, reason="no C module")
+def test_a_file_system_that_refuses_direct_writes_gets_them_buffered(tmp_path, engine, slab):
+    if engine.info().name == "python":
+        pytest.skip("has no direct writes")
+    file = engine.create(tmp_path / "file")
+    if file.info().io != "direct":
+        pytest.skip(file.info().io_reason)
+    refusing = os.open("/proc/self/oom_score_adj", os.O_WRONLY)  # EINVAL for what is no number
+    os.dup2(refusing, file._sink.direct)
+    os.close(refusing)
+    file.write(slab[100:], xxh3=True)
+    file.flush()
+    info = file.info()
+    file.write(slab)
+    file.close()
+    assert (info.io, info.direct_bytes) == ("buffered", 0)
+    assert "EINVAL" in info.io_reason
+    assert (tmp_path / "file").read_bytes() == slab[100:].tobytes() + slab.tobytes()
+
+
+def test_a_forked_child_makes_its_own(tmp_path, engine, slab, in_fork):
+    file = engine.create(tmp_path / "parent")
+    file.write(slab)
+
+    def child():
+        with pytest.raises(EngineError, match="fork"):
+            file.write(b"x")
+        file.abort()
+        engine.close()
+        with WriteEngine() as own, own.create(tmp_path / "child") as mine:
+            mine.write(slab)
+
+    assert in_fork(child) == 0
+    file.close()
+    for name in ("parent", "child"):
+        assert (tmp_path / name).read_bytes() == slab.tobytes()
+
+
+def test_an_engine_and_a_file_that_nobody_closed_leave_no_descriptor(tmp_path, slab):
+    before = open_descriptors()
+    engine = WriteEngine([slab])
+    engine.create(tmp_path / "file").write(slab)
+    del engine
+    assert open_descriptors() == before
+
+
+def test_wrong_arguments_say_what_fits(tmp_path, engine, slab):
+    with pytest.raises(EngineError, match="choose one of"):
+        WriteEngine(engine="fast")
+    with pytest.raises(LoaderError, match=r"1\.\.256"):
+        WriteEngine(depth=0)
+    with pytest.raises(LoaderError, match="64 KiB"):
+        WriteEngine(chunk=5000)
+    with pytest.raises(EngineError, match="choose one of"):
+        engine.create(tmp_path / "file", io="mapped")
+    with pytest.raises(WriteError, match=r"open failed: ENOENT.*make it first"):
+        engine.create(tmp_path / "none" / "file")
+    with engine.create(tmp_path / "file") as file:
+        with pytest.raises(LoaderError, match="contiguous"):
+            file.write(slab[:100:2])
+        with pytest.raises(LoaderError, match="negative"):
+            file.write(b"x", -1)
+        file.write(b"still fine")
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        engine.create(tmp_path / "file")
+
+
+def test_closing_the_engine_first_is_an_error_at_close_and_leaks_nothing(tmp_path, slab):
+    before = open_descriptors()
+    engine = WriteEngine()
+    file = engine.create(tmp_path / "file")
+    file.write(slab)
+    engine.close()
+    with pytest.raises(EngineError, match="closed"):
+        file.close()
+    file.close()
+    assert open_descriptors() == before
+
+
+def test_without_the_c_module_python_writes_and_says_so(tmp_path, slab, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lf_iouring._native_writer", None)
+    with WriteEngine() as engine, engine.create(tmp_path / "file") as file:
+        assert file.write(slab, xxh3=True).xxh3 == xxhash.xxh3_64_intdigest(slab)
+    assert engine.info().name == "python"
+    assert "not built" in engine.info().reason
+    with pytest.raises(EngineError, match="C compiler"):
+        WriteEngine(engine="io_uring")
+
+
+def test_sync_makes_a_file_durable_while_open(tmp_path, engine, slab):
+    file = engine.create(tmp_path / "file", durable=False)
+    file.write(slab)
+    file.sync()
+    assert (tmp_path / "file").read_bytes() == slab.tobytes()
+    file.close()
+    lf_iouring.sync_folder(tmp_path)
+    with pytest.raises(WriteError, match="ENOENT"):
+        lf_iouring.sync_folder(tmp_path / "none")
+
+
+def test_kill_9_in_mid_write_leaves_no_final_name(tmp_path):
+    """The recipe of the module: another name, then rename."""
+    code = """
+import os, sys
+import numpy as np
+import lf_iouring
+os.chdir(sys.argv[1])
+data = np.ones(8 << 20, np.uint8)
+with lf_iouring.WriteEngine() as engine:
+    with engine.create("step-1.tmp") as file:
+        file.write(data)
+    os.replace("step-1.tmp", "step-1")
+    lf_iouring.sync_folder(".")
+    with engine.create("step-2.tmp") as file:
+        print("writing", flush=True)
+        while True:
+            file.write(data, 0)
+"""
+    process = subprocess.Popen([sys.executable, "-c", code, tmp_path], stdout=subprocess.PIPE, text=True)
+    assert process.stdout.readline().strip() == "writing"
+    process.kill()
+    assert process.wait(timeout=30) == -signal.SIGKILL
+    process.stdout.close()
+    assert sorted(os.listdir(tmp_path)) == ["step-1", "step-2.tmp"]
+    assert (tmp_path / "step-1").read_bytes() == b"\1" * (8 << 20)
+
+
+CHILD = """
+import errno, mmap, os, sys
+import numpy as np, xxhash
+import lf_iouring, limits
+folder = sys.argv[1]
+slab = np.frombuffer(mmap.mmap(-1, 4 << 20), np.uint8)
+slab[:] = np.random.default_rng(0).integers(0, 256, slab.size, dtype=np.uint8)
+
+def check(name, **arguments):
+    with lf_iouring.WriteEngine([slab], **arguments) as engine:
+        with engine.create(f"{folder}/{name}") as file:
+            digest = file.write(slab, xxh3=True).xxh3
+            file.write(slab[77:])
+    data = open(f"{folder}/{name}", "rb").read()
+    assert data == slab.tobytes() + slab[77:].tobytes() and digest == xxhash.xxh3_64_intdigest(slab)
+    print(engine.info().name, engine.info().registered_bytes, engine.info().reason, file.info().io, sep="|")
+"""
+
+
+needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
+needs_native = pytest.mark.skipif(not NATIVE, reason="no C module")
+
+
+@needs_native
+@pytest.mark.parametrize(("name", "code"), [("EPERM", 1), ("ENOSYS", 38)])
+def test_denied_io_uring_writes_by_pwrite_and_says_why(tmp_path, in_child, name, code):
+    text = in_child(CHILD + f"limits.deny(425, {code})\ncheck('file')", tmp_path)
+    assert text.startswith(f"pwrite|0|io_uring: {name} ")
+    assert "425-427" in text or "hides it" in text
+    text = in_child(
+        CHILD + "limits.deny(425, 1)\ntry: check('x', engine='io_uring')\nexcept Exception as e: print(e)",
+        tmp_path,
+    )
+    assert "engine='io_uring' cannot be had: io_uring: EPERM" in text
+
+
+@needs_native
+@needs_root
+@pytest.mark.parametrize("kib", [0, 64, 8192])
+def test_a_low_memlock_limit_degrades_step_by_step(in_child, kib):
+    with tempfile.TemporaryDirectory() as folder:  # pytest's own lie behind a folder that is root's alone
+        os.chmod(folder, 0o777)
+        text = in_child(
+            CHILD + f"limits.limit('MEMLOCK', {kib} << 10)\nlimits.become()\ncheck('file')", folder
+        )
+    name, registered, reason, _ = text.split("|")
+    if kib == 0 and name != "io_uring":
+        assert name == "pwrite"
+        assert "RLIMIT_MEMLOCK" in reason
+    if kib == 64 and name == "io_uring":
+        assert registered == "0"
+        assert "not registered (ENOMEM" in reason
+
+
+@needs_root
+@pytest.mark.parametrize("kind", ["tmpfs", "ext4"])
+def test_a_full_file_system_is_an_error_and_writing_goes_on_after_space_is_made(tmp_path, in_child, kind):
+    code = """
+folder = sys.argv[1] + "/mounted"
+os.mkdir(folder)
+if sys.argv[2] == "tmpfs":
+    arguments = ["-t", "tmpfs", "-o", "size=2m", "none", folder]
+else:
+    image = sys.argv[1] + "/image"
+    with open(image, "wb") as file:
+        file.truncate(6 << 20)
+    if os.system(f"mkfs.ext4 -q -N 16 {image} 2>/dev/null"):
+        sys.exit(print("skip"))
+    arguments = ["-o", "loop", image, folder]
+if not limits.mount(*arguments):
+    sys.exit(print("skip"))
+used = limits.descriptors()
+with lf_iouring.WriteEngine([slab]) as engine:
+    inside = limits.descriptors()
+    for reserve in (0, 64 << 20):
+        try:
+            with engine.create(folder + "/file.tmp", reserve=reserve) as file:
+                for _ in range(16):
+                    file.write(slab)
+                os.rename(folder + "/file.tmp", folder + "/file")
+        except lf_iouring.WriteError as error:
+            assert error.errno == errno.ENOSPC, error
+            assert error.operation == ("reserve" if reserve else "write"), error
+        assert limits.descriptors() == inside
+        os.unlink(folder + "/file.tmp")
+        assert os.listdir(folder) in ([], ["lost+found"])
+    with engine.create(folder + "/file") as file:
+        file.write(slab[:1_000_001])
+        io = file.info().io
+    assert open(folder + "/file", "rb").read() == slab[:1_000_001].tobytes()
+assert limits.descriptors() == used
+print(io)
+"""
+    printed = in_child(CHILD + code, tmp_path, kind)
+    if printed == "skip":
+        pytest.skip("cannot mount here")
+    assert printed == ("buffered" if kind == "tmpfs" or not NATIVE else "direct")
+
+
+@pytest.mark.parametrize("limit", [1 << 20, (1 << 20) + 4096, (1 << 20) + 100])
+@pytest.mark.parametrize("engine_name", ENGINES)
+def test_a_file_size_limit_is_an_error_with_the_fix(tmp_path, in_child, limit, engine_name):
+    code = f"""
+limits.limit("FSIZE", {limit})
+with lf_iouring.WriteEngine([slab], engine="{engine_name}") as engine:
+    try:
+        with engine.create(folder + "/file") as file:
+            file.write(slab)
+    except lf_iouring.WriteError as error:
+        assert error.errno == errno.EFBIG, error
+        assert {limit} - (1 << 20) <= error.offset <= {limit}, error
+        print(error)
+    with engine.create(folder + "/file") as file:
+        file.write(slab[:{limit}])
+assert open(folder + "/file", "rb").read() == slab[:{limit}].tobytes()
+"""
+    assert "ulimit -f" in in_child(CHILD + code, tmp_path)
