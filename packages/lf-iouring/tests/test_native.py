@@ -19,11 +19,16 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "flags",
-    [["-fsanitize=address,undefined"], ["-fsanitize=thread"], ["-fsanitize=address", "-DLF_PLAIN_XXH3"]],
-    ids=["address", "thread", "plain-hash"],
+    ("main", "flags"),
+    [
+        ("native_main.c", ["-fsanitize=address,undefined"]),
+        ("native_main.c", ["-fsanitize=thread"]),
+        ("native_main.c", ["-fsanitize=address", "-DLF_PLAIN_XXH3"]),
+        ("write_main.c", ["-fsanitize=address,undefined"]),
+    ],
+    ids=["address", "thread", "plain-hash", "writes"],
 )
-def test_the_c_code_is_clean_under_sanitizers(tmp_path, flags):
+def test_the_c_code_is_clean_under_sanitizers(tmp_path, main, flags):
     binary = tmp_path / "native"
     base = ["cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
     built = subprocess.run(
@@ -33,7 +38,7 @@ def test_the_c_code_is_clean_under_sanitizers(tmp_path, flags):
             "-fno-sanitize-recover=all",
             "-o",
             binary,
-            Path(__file__).with_name("native_main.c"),
+            Path(__file__).with_name(main),
             *SOURCES,
         ],
         capture_output=True,

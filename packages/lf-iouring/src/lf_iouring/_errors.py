@@ -68,7 +68,7 @@ class WriteError(LoaderError, OSError):
     Attributes:
         path: file.
         offset: byte of the file where it failed, None where no offset is concerned.
-        operation: "open", "reserve", "write", "truncate", "fdatasync" or "close".
+        operation: "open", "reserve", "write", "truncate", "fdatasync", "fsync" or "close".
         errno: of the operating system.
     """
 
