@@ -25,8 +25,9 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
         ("native_main.c", ["-fsanitize=thread"]),
         ("native_main.c", ["-fsanitize=address", "-DLF_PLAIN_XXH3"]),
         ("write_main.c", ["-fsanitize=address,undefined"]),
+        ("pack_main.c", ["-fsanitize=address,undefined"]),
     ],
-    ids=["address", "thread", "plain-hash", "writes"],
+    ids=["address", "thread", "plain-hash", "writes", "packing"],
 )
 def test_the_c_code_is_clean_under_sanitizers(tmp_path, main, flags):
     binary = tmp_path / "native"

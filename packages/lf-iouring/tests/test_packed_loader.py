@@ -2,6 +2,8 @@
 
 import itertools
 import json
+import signal
+import threading
 from collections import Counter
 
 import numpy as np
@@ -10,6 +12,7 @@ import pytest
 import lf_format as lff
 from lf_iouring import DataError, LoaderError, LoongDataLoader, PackPlan, PlanError, StateError
 from lf_iouring.mixing import Mixture
+from lf_iouring.pack_window import WindowPacker
 
 WEIGHTS = (0.5, 0.3, 0.2)
 
@@ -192,10 +195,10 @@ def test_far_positions_of_a_packed_plan_resume_without_the_way_there():
     lengths = [np.full(1000, 7, np.uint32)]
     plan = PackPlan(lengths, Mixture([1]), 64, 4, seed=1, window=100)
     whole = PackPlan(lengths, Mixture([1]), 64, 4, seed=1, window=100)
-    step = whole._pack(0).batches * 500
+    step = whole.packed(0).batches * 500
     state = whole.state(step)
     assert plan.check_state(state) == step
-    assert len(plan._packed) == 1
+    assert len(plan._windows) == 1
     for at in (step, step + 3, step - 2, 0):
         assert np.array_equal(plan.batch(at).ids, whole.batch(at).ids)
     assert plan.state(step) == state
@@ -272,6 +275,47 @@ def test_sets_of_other_tokenizers_or_fields_are_refused(mixed, sources, tmp_path
         with pytest.raises(LoaderError, match=f"0 and 1 differ in {name}"):
             mixed(datasets=[sources[0], dataset], weights=None)
         dataset.close()
+
+
+def test_ctrl_c_ends_a_next_that_waits_for_packing_and_the_position_stays(mixed, monkeypatch):
+    expected = [contents(batch) for batch in mixed(epochs=1)]
+    packing, gate = threading.Event(), threading.Event()
+    pack = WindowPacker.packed
+
+    def slowly(self, window):
+        packing.set()
+        gate.wait()
+        return pack(self, window)
+
+    def interrupt():
+        packing.wait()
+        signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(WindowPacker, "packed", slowly)
+    loader = mixed(epochs=1)
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        next(loader)
+    assert not gate.is_set()
+    gate.set()
+    assert [contents(batch) for batch in loader] == expected
+
+
+def test_a_fault_while_packing_reaches_the_caller_once(mixed, monkeypatch):
+    expected = [contents(batch) for batch in mixed(epochs=1)]
+    faults = [MemoryError("no room to pack")]
+    pack = WindowPacker.packed
+
+    def failing(self, window):
+        if faults:
+            raise faults.pop()
+        return pack(self, window)
+
+    monkeypatch.setattr(WindowPacker, "packed", failing)
+    loader = mixed(epochs=1)
+    with pytest.raises(MemoryError, match="no room to pack"):
+        next(loader)
+    assert [contents(batch) for batch in loader] == expected
 
 
 def test_packed_epochs_have_no_fixed_length(mixed):

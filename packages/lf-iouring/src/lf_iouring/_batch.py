@@ -12,7 +12,7 @@ from lf_memory import HostPool, Lease
 from ._errors import LoaderError
 from ._permute import Ids
 from .engine import Target
-from .packing import Varlen
+from .packing import Borders
 
 Array = npt.NDArray[Any]
 Convert = Callable[[Array], Any]
@@ -87,34 +87,34 @@ class PackedBatch(Batch):
         ids: int64[s] record of each segment, unused ends not counted.
     """
 
-    __slots__ = ("_varlen",)
+    __slots__ = ("_borders",)
 
     def __init__(
-        self, tokens: Any, loss_mask: Any, varlen: Varlen, ids: Ids, step: int, epoch: int,
+        self, tokens: Any, loss_mask: Any, borders: Borders, ids: Ids, step: int, epoch: int,
         lease: Lease | None, convert: "Convert",
     ) -> None:  # fmt: skip
-        super().__init__(tokens, loss_mask, varlen.lengths, ids, step, epoch, lease, convert)
-        self._varlen = varlen
+        super().__init__(tokens, loss_mask, borders.lengths, ids, step, epoch, lease, convert)
+        self._borders = borders
 
     @property
     def cu_seqlens(self) -> Any:
         """See the class."""
-        return self._convert(self._varlen.cu_seqlens)
+        return self._convert(self._borders.cu_seqlens)
 
     @property
     def max_seqlen(self) -> int:
         """See the class."""
-        return self._varlen.max_seqlen
+        return self._borders.max_seqlen
 
     @property
     def position_ids(self) -> Any:
         """See the class."""
-        return self._convert(self._varlen.position_ids)
+        return self._convert(self._borders.position_ids)
 
     @property
     def segment_ids(self) -> Any:
         """See the class."""
-        return self._convert(self._varlen.segment_ids)
+        return self._convert(self._borders.segment_ids)
 
 
 class Layout(NamedTuple):

@@ -1,28 +1,27 @@
 """Packed batches in flight: whole records are read and checked in staging memory, then laid into rows."""
 
+import functools
 import time
 from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from lf_memory import HostPool, Lease
 
+from ._ahead import Ahead
 from ._batch import Convert, Layout, PackedBatch
 from ._errors import LoaderError
-from ._permute import Ids
-from ._reads import locate
+from ._lay import lay, mask_of
+from ._staging import MAX_GROUPS, Group, Staged, stage
 from ._stats import LoaderStats
 from .engine import MAX_FLYING, Array, Engine, Target
-from .pack_plan import PackedSpec, PackPlan
-from .packing import Varlen, varlen
+from .pack_plan import PackPlan
+from .packing import Borders
 
-# Records of a batch are staged in groups whose padded length differs by this factor at most.
-_STEP = 4
-_GROUPS = 5
-MAX_PREFETCH = MAX_FLYING // _GROUPS - 1
+MAX_PREFETCH = MAX_FLYING // MAX_GROUPS - 1
+_KEPT = 3  # staged windows: the one delivered from, and those of the batches read ahead
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -30,31 +29,33 @@ class PackedStats(LoaderStats):
     """LoaderStats of a loader that packs.
 
     Attributes:
-        pack_s: seconds spent packing windows, in the caller's thread; not part of `plan_s`.
+        pack_s: seconds spent packing windows, in a thread of its own.
+        stage_s: seconds the caller waited for a window to be packed and its extents to be looked up.
         fill: tokens over the places in all rows delivered, 0..1.
         segments: pieces of documents delivered.
         gather_s: seconds spent laying records into rows, in the caller's thread.
     """
 
     pack_s: float
+    stage_s: float
     fill: float
     segments: int
     gather_s: float
 
 
 @dataclass(frozen=True, eq=False)
-class _Group:
+class _Read:
     ticket: int
-    records: Ids
     target: Target
     memory: Array
 
 
 @dataclass(frozen=True, eq=False)
 class _Flight:
-    spec: PackedSpec
-    varlen: Varlen
-    groups: list[_Group]
+    staged: Staged
+    at: int
+    step: int
+    reads: list[_Read | None]  # one a group, None where the batch has none of its records
 
 
 class PackedPipeline:
@@ -66,16 +67,11 @@ class PackedPipeline:
     ) -> None:  # fmt: skip
         self.pool, self.engine = pool, engine
         self.batches = self.tokens = self.overflow = self.segments = 0
-        self.wait_s = self.plan_s = self.gather_s = 0.0
-        self._dataset, self._plan, self._rows, self._layout, self._convert = (
-            dataset,
-            plan,
-            rows,
-            layout,
-            convert,
-        )
+        self.wait_s = self.plan_s = self.gather_s = self.stage_s = 0.0
+        self._plan, self._layout, self._convert = plan, layout, convert
         self._masked = "loss_mask" in [field.name for field in dataset.fields]
-        self._raw, self._verify = raw, verify
+        staging = functools.partial(_stage, dataset, plan, rows, raw=raw, masked=self._masked, verify=verify)
+        self._staged = Ahead(staging, _KEPT, ahead=1)
         self._prefetch, self._epochs = prefetch, epochs
         self._flying: deque[_Flight] = deque()
         self._next = 0
@@ -91,8 +87,9 @@ class PackedPipeline:
                 self._start()
             flight = self._flying[0]
             began = time.perf_counter()
-            for group in flight.groups:
-                self.engine.wait(group.ticket)
+            for read in flight.reads:
+                if read is not None:
+                    self.engine.wait(read.ticket)
             self.wait_s += time.perf_counter() - began
             self._flying.popleft()
             return self._deliver(flight)
@@ -103,9 +100,11 @@ class PackedPipeline:
     def drain(self) -> None:
         """See Pipeline."""
         while self._flying:
-            for group in self._flying.popleft().groups:
+            for read in self._flying.popleft().reads:
+                if read is None:
+                    continue
                 try:
-                    self.engine.wait(group.ticket)
+                    self.engine.wait(read.ticket)
                 except (LoaderError, KeyError):
                     continue  # a batch nobody asked for; or the one whose fault is being raised
         self._next = -1
@@ -113,10 +112,12 @@ class PackedPipeline:
     def abandon(self) -> None:
         """See Pipeline."""
         self._flying.clear()
+        self._staged.close()
         self.engine.abandon()
 
     def close(self) -> None:
         """See Pipeline."""
+        self._staged.close()
         self.engine.close()
         self._flying.clear()
         self.pool.close(force=True)
@@ -127,6 +128,7 @@ class PackedPipeline:
         return PackedStats(
             **asdict(base),
             pack_s=self._plan.pack_s,
+            stage_s=self.stage_s,
             fill=self.tokens / max(1, places),
             segments=self.segments,
             gather_s=self.gather_s,
@@ -142,26 +144,22 @@ class PackedPipeline:
 
     def _start(self) -> None:
         began = time.perf_counter()
-        packed = self._plan.pack_s
-        spec = self._plan.batch(self._next, self._rows)
-        began += self._plan.pack_s - packed
-        records = np.unique(spec.ids)
-        flight = _Flight(spec, varlen(spec.segments, self._plan.capacity), [])
-        lengths = self._dataset.lengths[records].astype(np.int64)
-        edges = _edges(int(lengths.max(initial=1)))
-        kind = np.searchsorted(edges, lengths)
-        self.plan_s += time.perf_counter() - began
+        window, at = self._plan.locate(self._next)
+        staged = self._staged.get(window)
+        self.stage_s += time.perf_counter() - began
+        began = time.perf_counter()
+        flight = _Flight(staged, at, self._next, [])
         self._flying.append(flight)
         self._next += 1
-        for number in np.flatnonzero(np.bincount(kind)).tolist():
-            flight.groups.append(self._submit(records[kind == number], edges[number]))
+        for group in staged.groups:
+            flight.reads.append(self._submit(group, at) if group.used[at] else None)
+        self.plan_s += time.perf_counter() - began
 
-    def _submit(self, records: Ids, edge: int) -> _Group:
-        reads = locate(self._dataset, records[None], raw=self._raw, masked=self._masked, verify=self._verify)
-        layout = Layout(len(records), self._layout.dtype, self._masked)
-        memory = self._take(layout.slot_bytes(edge))
-        target = layout.in_array(memory, edge)
-        return _Group(self.engine.submit(reads, 0, target), records, target, memory)
+    def _submit(self, group: Group, at: int) -> _Read:
+        layout = Layout(group.reads.rows, self._layout.dtype, self._masked)
+        memory = self._take(layout.slot_bytes(group.edge))
+        target = layout.in_array(memory, group.edge)
+        return _Read(self.engine.submit(group.reads, at, target), target, memory)
 
     def _take(self, nbytes: int) -> Array:
         """Staging memory: the smallest spare piece that fits, else a new one."""
@@ -173,7 +171,7 @@ class PackedPipeline:
     def _give(self, memory: Array) -> None:
         self._spare.append(memory)
         self._spare.sort(key=len)
-        if len(self._spare) > _GROUPS * (self._prefetch + 1):
+        if len(self._spare) > MAX_GROUPS * (self._prefetch + 1):
             del self._spare[0]
 
     def _deliver(self, flight: _Flight) -> PackedBatch:
@@ -183,51 +181,28 @@ class PackedPipeline:
             self.overflow += 1
         edge = self._plan.capacity
         target = self._layout.on_heap(edge) if lease is None else self._layout.in_slot(lease, edge)
-        _lay(flight, target)
-        for group in flight.groups:
-            self._give(group.memory)
+        sources = [None if read is None else read.target for read in flight.reads]
+        borders = lay(flight.staged, flight.at, sources, target)
+        for read in flight.reads:
+            if read is not None:
+                self._give(read.memory)
         self.gather_s += time.perf_counter() - began
-        return self._batch(flight, target, lease)
+        return self._batch(flight, borders, target, lease)
 
-    def _batch(self, flight: _Flight, target: Target, lease: Lease | None) -> PackedBatch:
-        spec = flight.spec
+    def _batch(self, flight: _Flight, borders: Borders, target: Target, lease: Lease | None) -> PackedBatch:
+        staged, at = flight.staged, flight.at
+        ids = staged.ids[int(staged.cuts[at]) : int(staged.cuts[at + 1])]
         self.batches += 1
-        self.segments += len(spec.ids)
-        self.tokens += int(flight.varlen.lengths.sum())
+        self.segments += len(ids)
+        self.tokens += int(staged.tokens[at])
         return PackedBatch(
-            self._convert(target.tokens), self._convert(_mask(target)), flight.varlen, spec.ids,
-            spec.step, spec.epoch, lease, self._convert,
+            self._convert(target.tokens), self._convert(mask_of(target)), borders, ids,
+            flight.step, staged.epoch, lease, self._convert,
         )  # fmt: skip
 
 
-def _edges(longest: int) -> list[int]:
-    """Ascending padded lengths of the groups."""
-    edges = [longest]
-    while len(edges) < _GROUPS and edges[0] > _STEP:
-        edges.insert(0, -(-edges[0] // _STEP))
-    return edges
-
-
-def _lay(flight: _Flight, target: Target) -> None:
-    """Copy every segment to its place, set the mask, zero the unused ends."""
-    mask = _mask(target)
-    mask[...] = flight.varlen.targets
-    for row, used in enumerate(flight.varlen.lengths.tolist()):
-        target.tokens[row, used:] = 0
-    where = {
-        record: (group.target, at)
-        for group in flight.groups
-        for at, record in enumerate(group.records.tolist())
-    }
-    segments = flight.spec.segments
-    columns = (flight.spec.ids, segments.row, segments.place, segments.start, segments.length)
-    for record, row, place, start, length in zip(*(column.tolist() for column in columns), strict=True):
-        source, at = where[record]
-        target.tokens[row, place : place + length] = source.tokens[at, start : start + length]
-        if source.mask is not None:
-            mask[row, place : place + length] &= source.mask[at, start : start + length]
-
-
-def _mask(target: Target) -> npt.NDArray[np.uint8]:
-    assert target.mask is not None, "packed rows always have a mask"
-    return target.mask
+def _stage(
+    dataset: Any, plan: PackPlan, rows: slice, window: int, *, raw: bool, masked: bool, verify: bool
+) -> Staged:
+    packed, epoch = plan.packed(window), plan.epoch_of(window)
+    return stage(dataset, packed, epoch, rows, plan.global_batch, raw=raw, masked=masked, verify=verify)

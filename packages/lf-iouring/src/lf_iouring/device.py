@@ -191,7 +191,7 @@ def _parts(batch: Batch) -> tuple[list[Array], list[Array]]:
     slot = [array for array in (batch.tokens, batch.loss_mask) if array is not None]
     other: list[Array] = [np.asarray(batch._lengths)]
     if isinstance(batch, PackedBatch):
-        other += [batch._varlen.cu_seqlens, batch._varlen.position_ids, batch._varlen.segment_ids]
+        other += [batch._borders.cu_seqlens, batch._borders.position_ids, batch._borders.segment_ids]
     return slot, other
 
 
@@ -208,7 +208,7 @@ def _moved(batch: Batch, arrays: list[Any], convert: Convert) -> Batch:
     if isinstance(batch, PackedBatch):
         cu, position, segment = rest
         found = replace(
-            batch._varlen, lengths=lengths, cu_seqlens=cu, position_ids=position, segment_ids=segment
+            batch._borders, lengths=lengths, cu_seqlens=cu, position_ids=position, segment_ids=segment
         )
         return PackedBatch(tokens, mask, found, batch._ids, batch.step, batch.epoch, None, place)
     return Batch(tokens, mask, lengths, batch._ids, batch.step, batch.epoch, None, place)

@@ -1,28 +1,27 @@
 """Which packed rows a step reads: windows of draws, each packed on its own and computable on its own."""
 
 import threading
-import time
-from collections import OrderedDict, deque
+from bisect import bisect_right
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from ._ahead import Ahead
 from ._errors import PlanError, StateError
-from ._permute import Ids, permute
+from ._permute import Ids
 from .mixing import Mixture
-from .packing import Packing, arrange, first_fit
+from .pack_window import PackedWindow, WindowPacker
+from .packing import Packing
 from .plan import STATE_VERSION, counter, rank_rows, require_same
 
-# Apart from the streams of length buckets (their numbers) and of batches (1 << 32), see plan.py.
-_DRAW_STREAM = 1 << 33
-_ROW_STREAM = 1 << 34
 # The last batch of a window is half empty on average: 0.5 / 64 = 0.8 % of the rows.
 _WINDOW_BATCHES = 64
 _MAX_WINDOW = 1 << 16  # draws; packs in well under a second
-_CACHED = 3  # packed windows kept; a batch at a border and the state after it need two
+_KEPT = 3  # packed windows: the one delivered from, and two that may be read ahead
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,12 +38,6 @@ class PackedSpec:
     epoch: int
     ids: Ids
     segments: Packing
-
-
-class _Window(NamedTuple):
-    packing: Packing
-    ids: Ids
-    batches: int
 
 
 class PackPlan:
@@ -65,10 +58,8 @@ class PackPlan:
         seed, shuffle, fingerprint: as for Plan; without shuffling rows follow their first records.
         window: draws of a window; None chooses about 64 batches, at most 65,536 draws.
 
-    Attributes:
-        pack_s: seconds spent packing windows so far.
-
-    Threads may share a plan. Raises PlanError for arguments that fit no order.
+    Windows are packed in a thread of the plan's own; whoever needs one waits, and a signal ends the wait.
+    Threads may share a plan, and a forked child goes on with it. Raises PlanError for arguments that fit no order.
     """
 
     def __init__(
@@ -78,19 +69,18 @@ class PackPlan:
         self.buckets = (int(capacity),)
         self.global_batch, self.seed, self.shuffle = int(global_batch), int(seed), bool(shuffle)
         self.fingerprint = str(fingerprint)
-        self._mixture = mixture
-        self._lengths = list(lengths)
-        self._sizes = [len(sizes) for sizes in self._lengths]
-        self._first = np.concatenate(([0], np.cumsum(self._sizes)))
-        self.records = int(self._first[-1])
-        tokens = [int(np.sum(sizes, dtype=np.int64)) for sizes in self._lengths]
-        _check(self, tokens, window)
+        tokens = [int(np.sum(sizes, dtype=np.int64)) for sizes in lengths]
+        _check(self, tokens, mixture, window)
+        self.records = sum(len(sizes) for sizes in lengths)
         mean = sum(tokens) / self.records
         self.window_draws = window or _automatic(capacity * global_batch * _WINDOW_BATCHES / mean)
-        self.windows_per_epoch = max(1, round(self.records / self.window_draws))
-        self.pack_s = 0.0
+        self._packer = WindowPacker(
+            lengths, mixture, self.capacity, self.global_batch,
+            seed=self.seed, shuffle=self.shuffle, window_draws=self.window_draws,
+        )  # fmt: skip
+        self.windows_per_epoch = self._packer.windows_per_epoch
+        self._windows = Ahead(self._packer.packed, _KEPT)
         self._lock = threading.RLock()
-        self._packed: OrderedDict[int, _Window] = OrderedDict()
         # (first step, window) of those passed last: small steps back are cheap, far ones begin at the start
         self._passed: deque[tuple[int, int]] = deque([(0, 0)], 64)
 
@@ -99,18 +89,31 @@ class PackPlan:
         """Tokens of a row."""
         return self.buckets[0]
 
+    @property
+    def pack_s(self) -> float:
+        """Seconds spent packing windows so far."""
+        return self._packer.pack_s
+
     def batch(self, step: int, rows: slice = slice(None)) -> PackedSpec:
         """Some rows of the batch of a step (>= 0, endless)."""
-        window, at = self._locate(step)
-        packed = self._pack(window)
+        window, at = self.locate(step)
+        packed = self.packed(window)
         first, stop, _ = rows.indices(self.global_batch)
         low = at * self.global_batch
         part = packed.packing.part(low + first, low + stop)
-        return PackedSpec(step, window // self.windows_per_epoch, packed.ids[part.item], part)
+        return PackedSpec(step, self.epoch_of(window), packed.ids[part.item], part)
+
+    def packed(self, window: int) -> PackedWindow:
+        """A window (>= 0, endless), packed."""
+        return self._windows.get(window)
+
+    def epoch_of(self, window: int) -> int:
+        """The epoch a window belongs to."""
+        return window // self.windows_per_epoch
 
     def epoch(self, step: int) -> int:
         """The epoch a step belongs to."""
-        return self._locate(step)[0] // self.windows_per_epoch
+        return self.epoch_of(self.locate(step)[0])
 
     def rank_rows(self, rank: int, world: int) -> slice:
         """As for Plan."""
@@ -118,7 +121,7 @@ class PackPlan:
 
     def state(self, step: int) -> dict[str, Any]:
         """Position after `step` delivered batches, for JSON; below 1 KiB and the same on every rank."""
-        window, at = self._locate(step)
+        window, at = self.locate(step)
         return {**self._identity(), "step": int(step), "window": window, "batch": at}
 
     def check_state(self, state: Mapping[str, Any]) -> int:
@@ -126,11 +129,10 @@ class PackPlan:
         step, window, at = (counter(state, name) for name in ("step", "window", "batch"))
         require_same(state, self._identity())
         first = step - at
-        if first < 0 or at >= self._pack(window).batches:
+        if first < 0 or at >= self.packed(window).batches:
             raise StateError(f"step {step} cannot be batch {at} of window {window}")
         with self._lock:
-            self._passed.clear()
-            self._passed.append((first, window))
+            self._passed = deque([(first, window)], self._passed.maxlen)
         return step
 
     def _identity(self) -> dict[str, Any]:
@@ -147,78 +149,40 @@ class PackPlan:
             },
         }
 
-    def _locate(self, step: int) -> tuple[int, int]:
-        """The window of a step, and which of its batches it is."""
+    def locate(self, step: int) -> tuple[int, int]:
+        """The window of a step (>= 0), and which of its batches it is."""
         if step < 0:
             raise PlanError(f"step {step}: it must be >= 0")
         with self._lock:
             if step < self._passed[0][0]:
                 self._passed = deque([(0, 0)], self._passed.maxlen)
-            first, window = max(passed for passed in self._passed if passed[0] <= step)
-            while step >= first + (batches := self._pack(window).batches):
+            later = bisect_right(self._passed, step, key=_first)
+            first, window = self._passed[later - 1]
+            # of those before the last one passed it is known where they end
+            while later >= len(self._passed) and step >= first + (batches := self.packed(window).batches):
                 first, window = first + batches, window + 1
-                if first > self._passed[-1][0]:
+                if batches == 0:
+                    self._passed[-1] = (first, window)
+                else:
                     self._passed.append((first, window))
+                later = len(self._passed)
             return window, step - first
 
-    def _pack(self, window: int) -> _Window:
-        with self._lock:
-            packed = self._packed.get(window)
-            if packed is None:
-                began = time.perf_counter()
-                packed = self._packed[window] = self._packed_anew(window)
-                self.pack_s += time.perf_counter() - began
-                if len(self._packed) > _CACHED:
-                    self._packed.popitem(last=False)
-            return packed
 
-    def _packed_anew(self, window: int) -> _Window:
-        ids, lengths = self._draws(window)
-        packing, last = first_fit(lengths, self.capacity)
-        keys = None
-        if self.shuffle and packing.rows:
-            keys = permute(
-                np.arange(packing.rows), packing.rows, seed=self.seed, epoch=window, stream=_ROW_STREAM
-            )
-        return _Window(arrange(packing, last, keys), ids, -(-packing.rows // self.global_batch))
-
-    def _draws(self, window: int) -> tuple[Ids, Ids]:
-        """Record ids and lengths of a window's draws."""
-        epoch, number = divmod(window, self.windows_per_epoch)
-        low, high = (self.records * n // self.windows_per_epoch for n in (number, number + 1))
-        sources, turns = self._mixture.at(np.arange(low, high) + epoch * self.records)
-        ids, lengths = np.empty(len(sources), np.int64), np.empty(len(sources), np.int64)
-        for source in np.flatnonzero(np.bincount(sources)).tolist():
-            chosen = np.flatnonzero(sources == source)
-            local = self._records(source, turns[chosen])
-            ids[chosen] = self._first[source] + local
-            lengths[chosen] = self._lengths[source][local]
-        return ids, lengths
-
-    def _records(self, source: int, turns: Ids) -> Ids:
-        """Records of a source for its draws `turns`, ascending: pass after pass, each in an order of its own."""
-        size = self._sizes[source]
-        passes, places = np.divmod(turns, size)
-        if not self.shuffle:
-            return places
-        for number in range(int(passes[0]), int(passes[-1]) + 1):
-            low, high = np.searchsorted(passes, (number, number + 1))
-            places[low:high] = permute(
-                places[low:high], size, seed=self.seed, epoch=number, stream=_DRAW_STREAM + source
-            )
-        return places
+def _first(passed: tuple[int, int]) -> int:
+    return passed[0]
 
 
 def _automatic(draws: float) -> int:
     return int(min(max(draws, 1), _MAX_WINDOW))
 
 
-def _check(plan: PackPlan, tokens: list[int], window: int | None) -> None:
+def _check(plan: PackPlan, tokens: list[int], mixture: Mixture, window: int | None) -> None:
     if plan.capacity < 1 or plan.global_batch < 1 or (window is not None and window < 1):
         raise PlanError(
             f"pack={plan.capacity}, global_batch={plan.global_batch}, window={window}: all must be at least 1"
         )
-    if len(tokens) != len(plan._mixture.weights):
-        raise PlanError(f"{len(tokens)} data sets and {len(plan._mixture.weights)} weights")
+    if len(tokens) != len(mixture.weights):
+        raise PlanError(f"{len(tokens)} data sets and {len(mixture.weights)} weights")
     if not all(tokens):
         raise PlanError("a data set without tokens cannot be packed")

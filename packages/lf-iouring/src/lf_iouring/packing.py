@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._compiled import ffi, lib
 from ._errors import PlanError
 from ._permute import Ids
 
@@ -45,22 +46,28 @@ class Packing:
 
 
 @dataclass(frozen=True, eq=False)
-class Varlen:
+class Borders:
     """What variable-length attention needs to know about packed rows; see PackedBatch."""
 
     cu_seqlens: npt.NDArray[np.int32]
     max_seqlen: int
     position_ids: npt.NDArray[np.int32]
     segment_ids: npt.NDArray[np.int32]
-    targets: npt.NDArray[np.uint8]
     lengths: Ids
+
+
+@dataclass(frozen=True, eq=False)
+class Varlen(Borders):
+    """Borders, and uint8[rows, capacity] of 1 where something in the same segment leads to the token."""
+
+    targets: npt.NDArray[np.uint8]
 
 
 def pack(lengths: npt.ArrayLike, capacity: int, keys: Ids | None = None) -> Packing:
     """First-fit decreasing (Johnson, 1973): at most 11/9 of the fewest rows, plus 6/9 of one (Dosa, 2007).
 
     Documents longer than a row are cut into full rows and a rest. Empty ones take no place. Equal lengths are
-    placed in the order of the documents, all of a length at once, so the time is O(distinct lengths x rows).
+    placed in the order of the documents. The time is O(documents x log rows) with the C module.
 
     Args:
         lengths: int[n] tokens of each document, >= 0.
@@ -140,13 +147,25 @@ def varlen(packing: Packing, capacity: int) -> Varlen:
         int(sizes.max(initial=0)),
         position.astype(np.int32),
         np.where(real, segment, 0).astype(np.int32),
-        (position > 0).astype(np.uint8),
         used,
+        (position > 0).astype(np.uint8),
     )
 
 
 def _rows(lengths: Ids, capacity: int) -> tuple[Ids, int]:
-    """The row of each length by first fit, int64 like `lengths`, which descend; and the number of rows.
+    """The row of each length by first fit, int64 like `lengths`, which descend; and the number of rows."""
+    if lib is None:
+        return rows_by_length(lengths, capacity)
+    row = np.empty(len(lengths), np.int64)
+    sizes = ffi.from_buffer("int64_t[]", np.ascontiguousarray(lengths))
+    rows = lib.lf_first_fit(sizes, len(lengths), capacity, ffi.from_buffer("int64_t[]", row))
+    if rows < 0:
+        raise MemoryError(f"packing {len(lengths)} documents")
+    return row, int(rows)
+
+
+def rows_by_length(lengths: Ids, capacity: int) -> tuple[Ids, int]:
+    """The same without the C module, in O(distinct lengths x rows).
 
     Equal lengths fill the first row that has room until it has none, then the next: their counts a row follow
     from the room alone.
