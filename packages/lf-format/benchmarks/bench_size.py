@@ -45,7 +45,7 @@ def loongbin(source: Path, folder: Path, options: dict[str, object]) -> tuple[in
     """Size after convert, and which dictionaries were kept."""
     report = lff.convert(source, folder / "out.loongbin", **options)  # type: ignore[arg-type]
     kept = [f"{d.kind} {d.bucket or ''}".strip() for d in report.decisions if d.kept]
-    return report.output.bytes, kept
+    return report.bytes, kept
 
 
 def write(path: Path, items: list[bytes], vocab_size: int, block_bytes: int) -> Path:

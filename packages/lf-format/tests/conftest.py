@@ -48,3 +48,44 @@ def sample(write: Write) -> Path:
     random = np.random.default_rng(7)
     records = [random.integers(0, 256, 1 + i) for i in range(64)]
     return write(records, loss_mask=True, block_bytes=512)
+
+
+Content = tuple[dict[str, bytes], int]
+
+
+def _content(record: lff.Record) -> Content:
+    return {name: value.tobytes() for name, value in record.items()}, record.flags
+
+
+@pytest.fixture(scope="session")
+def contents() -> Callable[[Path], list[Content]]:
+    """Field bytes and flags of every record of a file."""
+
+    def call(path: Path) -> list[Content]:
+        with lff.Reader(path) as reader:
+            return [_content(reader.record(i)) for i in range(len(reader))]
+
+    return call
+
+
+@pytest.fixture(scope="session")
+def readable() -> Callable[[Path, list[Content]], int]:
+    """How many records of a damaged file still read; every one that does must be what `good` says."""
+
+    def call(path: Path, good: list[Content]) -> int:
+        try:
+            reader = lff.Reader(path)
+        except lff.FormatError:
+            return 0
+        count = 0
+        with reader:
+            assert len(reader) == len(good)
+            for i, expected in enumerate(good):
+                try:
+                    assert _content(reader.record(i)) == expected
+                    count += 1
+                except lff.FormatError:
+                    continue
+        return count
+
+    return call

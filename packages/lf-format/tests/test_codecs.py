@@ -21,18 +21,11 @@ from lf_format._dictionary import Dictionaries, Dictionary, columns, rank_of, ra
 from lf_format._errors import Place
 
 Write = Callable[..., Path]
-Contents = list[tuple[bytes, bytes | None, int]]
+Contents = Callable[[Path], Any]
+Readable = Callable[[Path, Any], int]
 U16 = np.dtype("<u2")
 MEASURED = lff.CodecOptions("zstd", dictionary="auto", rank_table="auto")
 FRAME = Dictionary(2, 0, np.array([2, 0, 1, 3], "<u4").tobytes()).stored
-
-
-def contents(path: Path) -> Contents:
-    with lff.Reader(path) as reader:
-        records = [reader.record(i) for i in range(len(reader))]
-    return [
-        (r.tokens.tobytes(), None if r.loss_mask is None else r.loss_mask.tobytes(), r.flags) for r in records
-    ]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +77,7 @@ def test_ids_over_several_chunks_pack() -> None:
 @pytest.mark.parametrize("loss_mask", [False, True])
 @pytest.mark.parametrize("vocab_size", [2, 1000, 100_000])
 def test_convert_to_packed_ids_and_back(
-    write: Write, tmp_path: Path, vocab_size: int, loss_mask: bool
+    write: Write, tmp_path: Path, vocab_size: int, loss_mask: bool, contents: Contents
 ) -> None:
     dice = np.random.default_rng(3)
     records = [dice.integers(0, vocab_size, 1 + i) for i in range(64)]
@@ -107,7 +100,9 @@ def test_ids_that_fill_their_width_stay_raw(write: Write, tmp_path: Path) -> Non
     assert lff.verify(tmp_path / "p.loongbin").ok
 
 
-def test_dictionaries_that_pay_are_kept_and_the_file_is_smaller(coded: Path, tmp_path: Path) -> None:
+def test_dictionaries_that_pay_are_kept_and_the_file_is_smaller(
+    coded: Path, tmp_path: Path, contents: Contents
+) -> None:
     plain = tmp_path / "a.loongbin"
     report = lff.convert(plain, tmp_path / "again.loongbin", codec=MEASURED)
     without = lff.convert(plain, tmp_path / "zstd.loongbin", codec="zstd")
@@ -132,7 +127,9 @@ def test_dictionaries_that_do_not_pay_are_dropped_with_a_reason(write: Write, tm
 
 
 @pytest.mark.parametrize("records", [[], [[1, 2, 3]]], ids=["empty", "one"])
-def test_small_files_get_no_dictionary(write: Write, tmp_path: Path, records: list[list[int]]) -> None:
+def test_small_files_get_no_dictionary(
+    write: Write, tmp_path: Path, records: list[list[int]], contents: Contents
+) -> None:
     path = write(records)
     report = lff.convert(path, tmp_path / "z.loongbin", codec=MEASURED)
     assert not any(d.kept for d in report.decisions)
@@ -149,7 +146,9 @@ def test_dictionaries_cannot_unfold_into_any_amount_of_memory(monkeypatch: pytes
         Dictionaries(columns([*entries, entries[0]], [0]), codec, header, Place("file"))
 
 
-def test_a_vocabulary_too_large_for_ranks_is_said_so(write: Write, tmp_path: Path) -> None:
+def test_a_vocabulary_too_large_for_ranks_is_said_so(
+    write: Write, tmp_path: Path, contents: Contents
+) -> None:
     path = write([[2**32 - 1, 0, 7]] * 40, vocab_size=2**32)
     report = lff.convert(path, tmp_path / "z.loongbin", codec=MEASURED)
     assert report.decisions[0].reason == "the vocabulary is too large for a table"
@@ -178,7 +177,7 @@ def test_a_rank_beyond_the_vocabulary_is_refused() -> None:
 
 
 def test_merge_keeps_the_dictionaries_of_every_input(
-    coded: Path, packed: Path, write: Write, phrases: list[Any], tmp_path: Path
+    coded: Path, packed: Path, write: Write, phrases: list[Any], tmp_path: Path, contents: Contents
 ) -> None:
     options = {"vocab_size": 60_000, "buckets": (64, 128), "loss_mask": True}
     other = write(phrases[::-1][:4000], "o.loongbin", block_bytes=8192, **options)
@@ -195,30 +194,19 @@ def test_merge_keeps_the_dictionaries_of_every_input(
 
 @pytest.mark.parametrize("name", ["coded", "packed"])
 def test_flipped_bits_are_found_and_never_read_as_data(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, contents: Contents, readable: Readable
 ) -> None:
     path = request.getfixturevalue(name)
     dice, whole = random.Random(6), path.read_bytes()
-    good = set(contents(path)) if name == "packed" else set(contents(path)[:50])
+    good = contents(path)
     damaged = tmp_path / "flipped.loongbin"
-    for _ in range(60 if name == "packed" else 12):
+    for _ in range(60 if name == "packed" else 4):
         bit = dice.randrange(8 * len(whole))
         raw = bytearray(whole)
         raw[bit // 8] ^= 1 << bit % 8
         damaged.write_bytes(raw)
         assert not lff.verify(damaged).ok, f"bit {bit}"
-        try:
-            reader = lff.Reader(damaged)
-        except lff.FormatError:
-            continue
-        with reader:
-            for i in range(min(len(reader), 50)):
-                try:
-                    record = reader.record(i)
-                except lff.FormatError:
-                    continue
-                mask = None if record.loss_mask is None else record.loss_mask.tobytes()
-                assert (record.tokens.tobytes(), mask, record.flags) in good
+        readable(damaged, good)
 
 
 @settings(max_examples=300, deadline=None)
@@ -274,7 +262,7 @@ def test_feature_bits_must_say_what_the_blocks_need(packed: Path, incompat: int)
 
 @pytest.mark.parametrize("name", ["coded", "packed"])
 def test_salvage_of_a_file_without_trailer_decodes_with_its_index(
-    name: str, request: pytest.FixtureRequest, tmp_path: Path
+    name: str, request: pytest.FixtureRequest, tmp_path: Path, contents: Contents
 ) -> None:
     path = request.getfixturevalue(name)
     before = contents(path)

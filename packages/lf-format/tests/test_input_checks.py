@@ -15,17 +15,22 @@ Write = Callable[..., Path]
 BYTES = lff.ByteTokenizer().info
 
 
-def test_ids_beyond_16_bits_round_trip(write: Write) -> None:
+@pytest.mark.parametrize("codec", ["raw", "zstd", "packed", "auto"])
+def test_a2_ids_beyond_16_bits_round_trip(write: Write, codec: str) -> None:
     ids = [0, 65_535, 65_536, 69_999]
-    reader = lff.Reader(write([ids], vocab_size=70_000))
+    path = write([ids] * 20, vocab_size=70_000, codec=codec)
+    reader = lff.Reader(path)
     assert reader.token_dtype == np.uint32
-    assert reader.record(0).tokens.tolist() == ids
+    assert [reader.record(i).tokens.tolist() for i in range(20)] == [ids] * 20
+    if codec == "packed":  # 17 bits an id
+        assert int(reader.opened.index.block_stored.sum()) == -(-80 * 17 // 8)
+    assert lff.verify(path).ok
 
 
 @pytest.mark.parametrize(
     ("vocab_size", "width"), [(1, 1), (256, 1), (257, 2), (65_500, 2), (65_536, 2), (65_537, 4), (2**32, 4)]
 )
-def test_width_follows_the_exact_bound(write: Write, vocab_size: int, width: int) -> None:
+def test_a2_width_follows_the_exact_bound(write: Write, vocab_size: int, width: int) -> None:
     reader = lff.Reader(write([[vocab_size - 1]], vocab_size=vocab_size))
     assert reader.token_dtype.itemsize == width
     assert reader.record(0).tokens.tolist() == [vocab_size - 1]
@@ -33,7 +38,7 @@ def test_width_follows_the_exact_bound(write: Write, vocab_size: int, width: int
 
 @pytest.mark.parametrize("bad", [-1, 65_536, 70_000, 2**31, 2**64 + 5, -(2**63)])
 @pytest.mark.parametrize("container", [list, np.array], ids=["list", "array"])
-def test_an_id_outside_the_vocabulary_names_document_and_position(
+def test_a2_an_id_outside_the_vocabulary_names_document_and_position(
     tmp_path: Path, bad: int, container: Any
 ) -> None:
     path = tmp_path / "a.loongbin"

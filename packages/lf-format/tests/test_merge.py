@@ -38,7 +38,7 @@ def test_merge_keeps_records_in_order_and_stored_bytes(write: Write, tmp_path: P
 
 
 @pytest.mark.parametrize("boundary", [2**31, 2**32, 2**40])
-def test_merge_of_sparse_files_around_a_boundary(write: Write, tmp_path: Path, boundary: int) -> None:
+def test_a1_merge_of_sparse_files_around_a_boundary(write: Write, tmp_path: Path, boundary: int) -> None:
     records = [np.full(16, value) for value in (1, 500, 65_000)]
     options = {"vocab_size": 65_536, "buckets": (64,)}
     files = [
