@@ -89,6 +89,27 @@ def _python_for(session: nox.Session, package: str) -> str:
     return _base_python(session) if package in BASE else _torch_python(session)
 
 
+def _peers_python(session: nox.Session, package: str) -> dict[str, str]:
+    """LF_PEERS_PYTHON: an environment with the libraries a package is measured against; empty if there is none."""
+    requirements = ROOT / "packages" / package / "benchmarks" / "peers" / "requirements.txt"
+    if not requirements.exists():
+        return {}
+    digest = hashlib.sha256(sys.version.encode() + requirements.read_bytes()).hexdigest()[:12]
+    folder = ROOT / ".nox" / f"peers-{package}-{digest}"
+    stamp, python = folder / "complete", str(folder / "bin" / "python")
+    if not stamp.exists():
+        shutil.rmtree(folder, ignore_errors=True)
+        session.run(sys.executable, "-m", "venv", str(folder), external=True)
+        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+        try:
+            session.run(*pip, "-r", str(requirements), external=True)
+        except nox.command.CommandFailed:
+            session.warn(f"{requirements} could not be installed: rows of these libraries are SKIPPED")
+            return {}
+        stamp.touch()
+    return {"LF_PEERS_PYTHON": python}
+
+
 @nox.session(venv_backend="none")
 def train(session: nox.Session) -> None:
     """The default run: pack real text, train, checkpoint, plot, sample. Extra arguments go to the command."""
@@ -122,12 +143,12 @@ def tests(session: nox.Session, package: str) -> None:
 def bench(session: nox.Session, package: str) -> None:
     """The benchmarks of one package against their peers; JSON lands in bench-out/."""
     python = _torch_python(session)
+    peers = _peers_python(session, package)
     out = ROOT / "bench-out"
     out.mkdir(exist_ok=True)
     for script in sorted((ROOT / "packages" / package / "benchmarks").glob("bench_*.py")):
-        session.run(
-            python, str(script), "--json", str(out / f"{script.stem}.json"), *session.posargs, external=True
-        )
+        command = [python, str(script), "--json", str(out / f"{script.stem}.json"), *session.posargs]
+        session.run(*command, env=peers, external=True)
 
 
 @nox.session(venv_backend="none")

@@ -1,219 +1,106 @@
 #!/usr/bin/env python3
-"""Loader rates against plain peers, on one machine and in one run.
+"""Token batches from a warm page cache: LoongDataLoader beside other loaders, in one run.
 
-    bench_iouring.py [--json OUT] [--repeat N] [--records N] [--length TOKENS] [--batch ROWS] [--root DIR]
+    bench_iouring.py [--peers PYTHON] [--json OUT] [--tried] [--repeat N] [--seconds S] [--records N] [--root DIR]
 
-Job: batches of ROWS random records of TOKENS uint16 ids each, delivered as torch tensors, page cache warm,
-one epoch a pass; the clock starts after the first batch. Passes of all cases take turns, so that a busy
-machine slows all of them. Rate = tokens delivered / wall seconds; median and spread over the passes.
+Job: batches of 8 random records of 2048 uint16 ids. Each library runs in a process of its own with its own store of
+the same ids; one pass of each row a round, so that a busy machine slows all of them. Rates are ids delivered a second
+of wall time without start-up, and a second of CPU time of the process and its workers; medians over the rounds.
+Only lf-iouring and ArrayRecord check hashes. The group "large batches, cut" asks for 512 rows at once and cuts them
+into batches; "cold" drops the file from the page cache first. --tried adds the configurations that lost.
 
-The cold part drops the file from the page cache before each pass (buffered reads, random records).
+PYTHON is the interpreter of an environment with peers/requirements.txt (default: LF_PEERS_PYTHON, which nox sets).
 """
+
+from __future__ import annotations
 
 import argparse
 import json
 import os
-import platform
-import statistics
+import sys
 import tempfile
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-import numpy as np
-import torch
-from torch.utils.data import DataLoader
+from peers import report
+from peers.rounds import Peer, Row, measure
+from peers.serve import IN_PROCESS, LARGE, WORKERS
+from peers.tokens import Job, write
 
-import lf_format
-from lf_iouring import LoongDataLoader
-
-VOCAB = 50_257
-
-
-def prepare(root: Path, records: int, length: int) -> None:
-    """The same ids as a raw array for the peers and as .loongbin for us."""
-    tokens = np.random.default_rng(0).integers(0, VOCAB, (records, length), dtype=np.uint16)
-    tokens.tofile(root / "tokens.bin")
-    info = lf_format.TokenizerInfo("random", "00")
-    with lf_format.Writer(
-        root / "tokens.loongbin", vocab_size=VOCAB, tokenizer=info, buckets=(length,)
-    ) as writer:
-        for row in tokens:
-            writer.append(row)
+OURS = ("numpy_memmap", "torch_loader", "ours")
+LIBRARIES = ("mds", "hf_datasets", "lit_data", "web_dataset", "grain_records")
+ANCHOR = "numpy memmap gather"
 
 
-class Rows:
-    """Map-style data set over a memmap whose __getitems__ gathers a whole batch at once."""
+def bars_of(rows: Sequence[Row]) -> list[report.Bar]:
+    """The bars of this package, each against the fastest configuration that was found."""
 
-    def __init__(self, path: Path, length: int) -> None:
-        self.tokens = np.memmap(path, np.uint16, "r").reshape(-1, length)
+    def one(peer: str, name: str, group: str = IN_PROCESS) -> Row:
+        found = (row for row in rows if (row.peer, row.name, row.group) == (peer, name, group))
+        return next(found, Row(name, peer, group, error="not run"))
 
-    def __len__(self) -> int:
-        return len(self.tokens)
+    def of(peers: Sequence[str], group: str) -> list[Row]:
+        return [row for row in rows if row.peer in peers and row.group == group]
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        return torch.from_numpy(self.tokens[index].copy())
-
-    def __getitems__(self, indices: list[int]) -> torch.Tensor:
-        return torch.from_numpy(self.tokens[indices])
-
-
-def keep(batch: torch.Tensor) -> torch.Tensor:
-    return batch
-
-
-def memmap_gather(rows: Rows, batch: int, epoch: int) -> Iterator[torch.Tensor]:
-    order = np.random.default_rng(epoch).permutation(len(rows))
-    for ids in order[: len(order) // batch * batch].reshape(-1, batch):
-        yield torch.from_numpy(rows.tokens[ids])
-
-
-def torch_loader(rows: Rows, batch: int, epoch: int, workers: int) -> Iterable[torch.Tensor]:
-    generator = torch.Generator().manual_seed(epoch)
-    return DataLoader(
-        rows,
-        batch_size=batch,
-        shuffle=True,
-        num_workers=workers,
-        drop_last=True,
-        collate_fn=keep,
-        generator=generator,
-    )
-
-
-class Ours:
-    """One epoch of a loader that stays open between passes."""
-
-    def __init__(self, dataset: Any, batch: int, engine: str, verify: bool = True) -> None:
-        self.loader = LoongDataLoader(dataset, global_batch=batch, engine=engine, verify=verify)
-
-    def __call__(self, epoch: int) -> Iterator[torch.Tensor]:
-        for _ in range(self.loader.steps_per_epoch):
-            yield next(self.loader).tokens
-
-
-def tokens_per_second(batches: Iterable[torch.Tensor], limit_s: float) -> float:
-    """Tokens a second after the first batch."""
-    iterator = iter(batches)
-    next(iterator)
-    began, tokens = time.perf_counter(), 0
-    for batch in iterator:
-        tokens += batch.numel()
-        if time.perf_counter() - began > limit_s:
-            break
-    return tokens / (time.perf_counter() - began)
-
-
-Case = Callable[[int], Iterable[torch.Tensor]]
-
-
-def warm_cases(root: Path, dataset: Any, length: int, batch: int) -> dict[str, Case]:
-    rows = Rows(root / "tokens.bin", length)
-    return {
-        "numpy memmap gather, unchecked": lambda e: memmap_gather(rows, batch, e),
-        "torch DataLoader, __getitems__, no workers, unchecked": lambda e: torch_loader(rows, batch, e, 0),
-        "torch DataLoader, __getitems__, 2 workers, unchecked": lambda e: torch_loader(rows, batch, e, 2),
-        "lf-iouring io_uring, hashes checked": Ours(dataset, batch, "io_uring"),
-        "lf-iouring pread, hashes checked": Ours(dataset, batch, "pread"),
-        "lf-iouring python, hashes checked": Ours(dataset, batch, "python"),
-        "lf-iouring io_uring, unchecked": Ours(dataset, batch, "io_uring", verify=False),
-    }
-
-
-def cold_cases(dataset: Any, batch: int) -> dict[str, Case]:
-    """Large batches, so that a ring has reads to queue."""
-    return {
-        f"cold: lf-iouring {engine}, {rows} rows, hashes checked": Ours(dataset, rows, engine)
-        for engine in ("io_uring", "pread", "python")
-        for rows in (batch * 16,)
-    }
-
-
-def drop_cache(dataset: Any) -> None:
-    for reader in dataset.readers:
-        os.fsync(reader.fileno())
-        os.posix_fadvise(reader.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-
-
-def measure(
-    cases: dict[str, Case], repeat: int, limit_s: float, before: Callable[[], None]
-) -> dict[str, Any]:
-    rates: dict[str, list[float]] = {name: [] for name in cases}
-    for epoch in range(repeat + 1):  # the first pass warms caches and allocators up
-        for name, case in cases.items():
-            before()
-            rate = tokens_per_second(case(epoch), limit_s)
-            if epoch:
-                rates[name].append(rate)
-    return {
-        name: {"median": statistics.median(r), "min": min(r), "max": max(r), "passes": len(r)}
-        for name, r in rates.items()
-    }
-
-
-def machine() -> dict[str, Any]:
-    cpu = next(
-        (
-            x.split(":")[1].strip()
-            for x in Path("/proc/cpuinfo").read_text().splitlines()
-            if "model name" in x
+    ours, anchor = one("ours", "lf-iouring, raw"), one("numpy_memmap", ANCHOR)
+    large = one("ours", "lf-iouring, raw", LARGE)
+    zstd = one("ours", "lf-iouring, zstd blocks").core / 1e6
+    bars = [
+        report.ratio_bar("of the memmap gather", 0.45, ours, [anchor]),
+        report.ratio_bar("over torch DataLoader, no workers", 1.3, ours, of(["torch_loader"], IN_PROCESS)),
+        report.ratio_bar("over sample-format libraries in-process", 5, ours, of(LIBRARIES, IN_PROCESS)),
+        report.ratio_bar(
+            "over loaders with worker processes", 20, ours, of([*LIBRARIES, "torch_loader"], WORKERS)
         ),
-        "?",
-    )
-    return {
-        "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
-        "kernel": platform.release(),
-        "load": os.getloadavg()[0],
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "numpy": np.__version__,
-        "date": time.strftime("%Y-%m-%d"),
-    }
+        report.ratio_bar("large batches, over libraries", None, large, of(LIBRARIES, LARGE)),
+        report.ratio_bar("large batches, over torch DataLoader", None, large, of(["torch_loader"], LARGE)),
+    ]
+    if zstd:
+        bars.append(report.Bar("zstd blocks, Mtok/s a core", 200, zstd, zstd, "CPU time of all threads"))
+    return [bar for bar in bars if bar is not None]
 
 
-def table(results: dict[str, Any], baseline: str) -> str:
-    base = results[baseline]["median"]
-    lines = ["| case | Mtok/s, median | min - max | of the gather |", "|---|---|---|---|"]
-    for name, r in results.items():
-        spread = f"{r['min'] / 1e6:.1f} - {r['max'] / 1e6:.1f}"
-        lines.append(f"| {name} | {r['median'] / 1e6:.1f} | {spread} | {r['median'] / base:.2f}x |")
-    return "\n".join(lines)
+def start(root: Path, peers: str | None) -> list[Peer]:
+    """One process after the other, because each writes its store first."""
+    started = [Peer(sys.executable, name, root) for name in OURS]
+    if peers is None:
+        print("sample-format libraries are SKIPPED: no --peers PYTHON with peers/requirements.txt")
+        return started
+    return started + [Peer(peers, name, root) for name in LIBRARIES]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("--peers", metavar="PYTHON", default=os.environ.get("LF_PEERS_PYTHON"))
     parser.add_argument("--json", type=Path)
     parser.add_argument("--root", type=Path, help="where the data go; default a temporary directory")
     parser.add_argument("--records", type=int, default=32_768)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--repeat", type=int, default=7)
-    parser.add_argument("--limit", type=float, default=3.0, help="seconds a pass at most")
+    parser.add_argument("--repeat", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=0.5, help="of a pass")
+    parser.add_argument("--tried", action="store_true")
     args = parser.parse_args()
+    os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     with tempfile.TemporaryDirectory(dir=args.root) as folder:
-        root = Path(folder)
-        prepare(root, args.records, args.length)
-        dataset = lf_format.open_dataset(root / "tokens.loongbin")
-        results = measure(
-            warm_cases(root, dataset, args.length, args.batch), args.repeat, args.limit, lambda: None
-        )
-        cold = measure(cold_cases(dataset, args.batch), 3, args.limit, lambda: drop_cache(dataset))
-    report = {
-        "machine": machine(),
-        "job": vars(args) | {"json": None, "root": None},
-        "results": results | cold,
-    }
-    info = report["machine"]
-    print(
-        f"{info['cores']} x {info['cpu']}, Linux {info['kernel']}, load {info['load']:.1f}; Python {info['python']}, "
-        f"torch {info['torch']}, numpy {info['numpy']}; {info['date']}; {args.batch} x {args.length} uint16 of "
-        f"{args.records * args.length * 2 / 1e6:.0f} MB"
-    )
-    print(table(results | cold, "numpy memmap gather, unchecked"))
+        job = Job(Path(folder), args.records, args.length, args.batch)
+        write(job)
+        peers = start(job.root, args.peers)
+        try:
+            rows = measure(peers, args.repeat, args.seconds, args.tried)
+        finally:
+            for peer in peers:
+                peer.close()
+    info, bars = report.machine(), bars_of(rows)
+    size = args.records * args.length * 2 / 1e6
+    print(report.heading(info, peers, f"{args.batch} x {args.length} uint16 of {size:.0f} MB"))
+    anchor = next(row for row in rows if row.name == ANCHOR)
+    print(report.table(rows, anchor, "Mtok", 1e6), report.bar_table(bars), sep="\n\n")
     if args.json:
-        args.json.write_text(json.dumps(report, indent=1))
+        settings = {k: getattr(args, k) for k in ("records", "length", "batch", "repeat", "seconds")}
+        args.json.write_text(json.dumps(report.report(info, settings, peers, rows, bars), indent=1))
+    if any(row.error for row in rows):
+        raise SystemExit("some rows failed; see the table")
 
 
 if __name__ == "__main__":
