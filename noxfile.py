@@ -205,3 +205,13 @@ def wheels(session: nox.Session) -> None:
     python = _torch_python(session)
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
     session.run(python, "tools/check_wheels.py", *session.posargs, external=True)
+
+
+@nox.session
+def release_wheels(session: nox.Session) -> None:
+    """Wheels of the compiled packages for x86-64 and aarch64 with glibc 2.28, into dist/release; see the tool.
+
+    ``nox -s release_wheels -- --emulate`` also runs the C tests as aarch64 and loongarch64 under qemu-user.
+    """
+    session.install(*BUILD, "wheel", "ziglang")
+    session.run("python", "tools/release_wheels.py", *session.posargs)

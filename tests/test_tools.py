@@ -1,8 +1,12 @@
 """The repository's own scripts."""
 
 import importlib.util
+import shutil
+import subprocess
 from pathlib import Path
 from types import ModuleType
+
+import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -27,3 +31,24 @@ def test_count_adds_up_all_pytest_runs_and_treats_errors_as_failures() -> None:
 def test_readme_blocks_are_found_and_other_languages_left_out() -> None:
     text = "```python\nx = 1\n```\n```bash\nrm x\n```\n```python\ny = 2\n```\n"
     assert _load("run_readme").BLOCK.findall(text) == ["x = 1\n", "y = 2\n"]
+
+
+def test_the_newest_glibc_is_found_by_number_not_by_spelling() -> None:
+    newest = _load("release_wheels").newest_glibc
+    listing = (
+        "  0x0010: Name: GLIBC_2.9  Flags: none\n  0x0020: Name: GLIBC_2.28\n  0x0030: Name: GLIBC_2.2.5\n"
+    )
+    assert newest(listing) == (2, 28)
+    assert newest("No version information found in this file.") == (0,)
+    assert newest("Name: GLIBC_2.34") > (2, 28) > newest("Name: GLIBC_2.2.5")
+
+
+@pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")
+def test_a_module_built_for_this_machine_is_read_as_the_release_check_reads_it() -> None:
+    module = importlib.util.find_spec("lf_iouring._native")
+    if module is None or module.origin is None:
+        pytest.skip("no C module")
+    listing = subprocess.run(
+        ["readelf", "--version-info", module.origin], capture_output=True, text=True, check=True
+    ).stdout
+    assert _load("release_wheels").newest_glibc(listing) >= (2, 2, 5)
