@@ -51,21 +51,42 @@ def reader(job: Job, options: str = "", buffer: int = FILE_BUFFER) -> Read:
     return lambda rows: joined(opened.read(rows.tolist()))
 
 
-def pipeline(job: Job, epoch: int, many: int = 1, batch_fn: Callable[..., Any] = joined) -> grain.MapDataset:
+class ReadBatch:
+    """A transformation of row numbers into their rows; opens the file in the process that reads."""
+
+    def __init__(self, job: Job) -> None:
+        self.job = job
+        self.read: Read | None = None
+
+    def __call__(self, rows: np.ndarray) -> np.ndarray:
+        self.read = self.read or reader(self.job)
+        return self.read(rows)
+
+    def __reduce__(self) -> Any:
+        return ReadBatch, (self.job,)
+
+
+def numbers_first(job: Job, epoch: int, many: int = 1) -> grain.MapDataset:
+    """Row numbers are shuffled and batched, and a batch is read by one call."""
+    rows = grain.MapDataset.range(job.records).seed(epoch).shuffle()
+    return rows.batch(many * job.batch, drop_remainder=True, batch_fn=np.array).map(ReadBatch(job))
+
+
+def rows_first(job: Job, epoch: int) -> grain.MapDataset:
+    """As documented: a data source, shuffled and batched."""
     rows = grain.MapDataset.source(grain.sources.ArrayRecordDataSource([store(job)]))
-    return rows.seed(epoch).shuffle().batch(many * job.batch, drop_remainder=True, batch_fn=batch_fn)
+    return rows.seed(epoch).shuffle().batch(job.batch, drop_remainder=True, batch_fn=joined)
 
 
-def threads(job: Job, epoch: int, number: int) -> Iterable[Any]:
-    """More than no thread only helps where reading waits for a disk."""
+def threads(data: grain.MapDataset, number: int) -> Iterable[Any]:
     options = grain.ReadOptions(num_threads=number, prefetch_buffer_size=4 * number)
-    return pipeline(job, epoch).to_iter_dataset(options)
+    return data.to_iter_dataset(options)
 
 
 def processes(job: Job, epoch: int, number: int, many: int = 1) -> Iterable[Any]:
     options = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
     workers = grain.MultiprocessingOptions(num_workers=number, per_worker_buffer_size=4)
-    batches = pipeline(job, epoch, many).to_iter_dataset(options).mp_prefetch(workers)
+    batches = numbers_first(job, epoch, many).to_iter_dataset(options).mp_prefetch(workers)
     return batches if many == 1 else job.cut(batches)
 
 
@@ -85,10 +106,11 @@ def prepare(job: Job) -> list[Case]:
         Case("ArrayRecord, buffer 32768", indexed(reader, "", 32768), tried=True),
         Case("ArrayRecord, max_parallelism 0", indexed(reader, ",max_parallelism:0"), tried=True),
         Case("ArrayRecord, max_parallelism 2", indexed(reader, ",max_parallelism:2"), tried=True),
-        Case("grain, no thread", lambda e: threads(job, e, 0)),
-        Case("grain, MapDataset", lambda e: pipeline(job, e), tried=True),
-        Case("grain, 1 thread", lambda e: threads(job, e, 1), 5, tried=True),
-        Case("grain, 16 threads", lambda e: threads(job, e, 16), 65, tried=True),
+        Case("grain, batches of numbers", lambda e: threads(numbers_first(job, e), 0)),
+        Case("grain, batches of rows", lambda e: threads(rows_first(job, e), 0)),
+        Case("grain, MapDataset", lambda e: numbers_first(job, e), tried=True),
+        Case("grain, 1 thread", lambda e: threads(numbers_first(job, e), 1), 5, tried=True),
+        Case("grain, rows, 16 threads", lambda e: threads(rows_first(job, e), 16), 65, tried=True),
         Case("grain, 2 workers", lambda e: processes(job, e, 2), 16, WORKERS),
         Case("ArrayRecord, torch DataLoader, 2 workers", workers(1), queued(2), WORKERS),
         Case("grain, 2 workers", lambda e: processes(job, e, 2, MANY), 12 * MANY, LARGE, tried=True),

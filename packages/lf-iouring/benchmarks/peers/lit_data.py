@@ -11,7 +11,7 @@ from litdata import StreamingDataLoader, StreamingDataset
 from litdata.streaming.cache import Cache
 from litdata.streaming.item_loader import TokensLoader
 
-from peers.indexed import MANY, Read, ahead, by_array, by_number, queued
+from peers.indexed import MANY, Read, ahead, as_sent, by_array, by_number, queued, tensors
 from peers.serve import LARGE, WORKERS, Case
 from peers.tokens import Job, run
 
@@ -34,16 +34,16 @@ def dataset(job: Job, kind: str, **options: Any) -> StreamingDataset:
 
 
 def reader(job: Job, kind: str) -> Read:
-    data, stack = dataset(job, kind), stack_of(kind)
-    return lambda rows: stack([data[row] for row in rows.tolist()])
+    data, join = dataset(job, kind), joined if kind == "numpy" else torch.stack
+    return lambda rows: join([data[row] for row in rows.tolist()])
 
 
-def stack_of(kind: str) -> Any:
-    return numpy_stack if kind == "numpy" else torch.stack
+def joined(rows: list[np.ndarray]) -> np.ndarray:
+    return np.concatenate(rows).reshape(len(rows), -1)
 
 
-def numpy_stack(rows: list[np.ndarray]) -> torch.Tensor:
-    return torch.from_numpy(np.stack(rows))
+def joined_for_sending(rows: list[np.ndarray]) -> Any:
+    return as_sent(joined(rows))
 
 
 def iterated(job: Job, epoch: int, kind: str, workers: int, many: int = 1) -> Iterable[torch.Tensor]:
@@ -51,18 +51,18 @@ def iterated(job: Job, epoch: int, kind: str, workers: int, many: int = 1) -> It
     options = {"prefetch_factor": ahead(workers, many)} if workers else {}
     batches = StreamingDataLoader(
         dataset(job, kind, shuffle=True, seed=epoch, drop_last=True), batch_size=many * job.batch,
-        num_workers=workers, collate_fn=stack_of(kind), **options,
+        num_workers=workers, collate_fn=joined_for_sending if kind == "numpy" else torch.stack, **options,
     )  # fmt: skip
-    return batches if many == 1 else job.cut(batches)
+    return tensors(job, batches, many)
 
 
-def bare(job: Job, epoch: int) -> Iterable[torch.Tensor]:
+def bare(job: Job, epoch: int) -> Iterable[np.ndarray]:
     """Its iterator without a loader, rows collected here."""
     rows = []
     for row in dataset(job, "numpy", shuffle=True, seed=epoch, drop_last=True):
         rows.append(row)
         if len(rows) == job.batch:
-            yield numpy_stack(rows)
+            yield joined(rows)
             rows = []
 
 

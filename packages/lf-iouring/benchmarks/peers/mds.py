@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from peers.indexed import MANY, Read, ahead, by_array, by_number, queued
+from peers.indexed import MANY, Read, ahead, as_sent, by_array, by_number, queued, tensors
 from peers.serve import LARGE, WORKERS, Case
 from peers.tokens import Job, run
 
@@ -39,13 +39,14 @@ def dataset(job: Job, encoding: str, **options: Any) -> StreamingDataset:
     return StreamingDataset(local=local, batch_size=job.batch, num_canonical_nodes=1, **options)
 
 
-def stacked(samples: list[dict[str, Any]]) -> torch.Tensor:
-    return torch.from_numpy(np.stack([sample["t"] for sample in samples]))
+def stacked(samples: list[dict[str, Any]]) -> np.ndarray:
+    return np.stack([sample["t"] for sample in samples])
 
 
-def joined(samples: list[dict[str, Any]]) -> torch.Tensor:
-    flat = torch.frombuffer(bytearray(b"".join([s["t"] for s in samples])), dtype=torch.uint16)
-    return flat.view(len(samples), -1)
+def joined(samples: list[dict[str, Any]]) -> np.ndarray:
+    """One copy of all rows, which may be written to."""
+    data = bytearray(b"".join([sample["t"] for sample in samples]))
+    return np.frombuffer(data, np.uint16).reshape(len(samples), -1)
 
 
 def reader(job: Job, encoding: str) -> Read:
@@ -64,11 +65,12 @@ def iterated(
 ) -> Iterable[torch.Tensor]:
     torch.set_num_threads(1)
     data = dataset(job, encoding, shuffle=True, shuffle_seed=epoch, **options)
+    collate = joined if encoding == "bytes" else stacked
     loader = StreamingDataLoader(
         data, batch_size=many * job.batch, num_workers=workers, drop_last=True,
-        collate_fn=joined if encoding == "bytes" else stacked, prefetch_factor=ahead(workers, many),
+        collate_fn=lambda s: as_sent(collate(s)), prefetch_factor=ahead(workers, many),
     )  # fmt: skip
-    return loader if many == 1 else job.cut(loader)
+    return tensors(job, loader, many)
 
 
 def prepare(job: Job) -> list[Case]:

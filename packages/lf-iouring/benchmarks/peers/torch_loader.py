@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader
 
-from peers.indexed import MANY, Indexed, Read, ahead, by_array, keep, queued
+from peers.indexed import MANY, Indexed, Read, ahead, by_array, keep, queued, tensors
 from peers.serve import LARGE, WORKERS, Case
 from peers.tokens import Job, run
 
@@ -15,20 +17,30 @@ from peers.tokens import Job, run
 class Rows(Indexed):
     """The documented way to fetch a batch at once: a list of row numbers to `__getitems__`."""
 
-    def __getitems__(self, rows: list[int]) -> torch.Tensor:
-        return self[rows]
+    def __getitems__(self, rows: list[int]) -> Any:
+        return self[np.array(rows)]
 
 
-def shuffled(job: Job, epoch: int, workers: int) -> Iterable[torch.Tensor]:
+class TensorRows(Rows):
+    """The same, sending tensors."""
+
+    def __getitem__(self, rows: np.ndarray) -> torch.Tensor:
+        return torch.as_tensor(super().__getitem__(rows))
+
+
+def shuffled(job: Job, epoch: int, workers: int, kind: type[Rows] = Rows) -> Iterable[torch.Tensor]:
     torch.set_num_threads(1)
-    return DataLoader(
-        Rows(lambda: mapped(job), job.records), job.batch, True, num_workers=workers, collate_fn=keep,
+    loader: Iterable[Any] = DataLoader(
+        kind(lambda: mapped(job), job.records), job.batch, True, num_workers=workers, collate_fn=keep,
         drop_last=True, generator=torch.Generator().manual_seed(epoch), prefetch_factor=ahead(workers),
     )  # fmt: skip
+    return tensors(job, loader, 1)
 
 
 def mapped(job: Job) -> Read:
-    return job.tokens().__getitem__
+    """A plain array over the mapping gathers faster than np.memmap, `take` faster than an index."""
+    tokens = np.asarray(job.tokens())
+    return lambda rows: tokens.take(rows, axis=0)
 
 
 def prepare(job: Job) -> list[Case]:
@@ -40,7 +52,14 @@ def prepare(job: Job) -> list[Case]:
         Case("torch DataLoader, sampler of index arrays", lambda e: arrays(e, 0)),
         Case("torch DataLoader, __getitems__, 1 worker", lambda e: shuffled(job, e, 1), queued(1), WORKERS),
         Case("torch DataLoader, __getitems__, 2 workers", lambda e: shuffled(job, e, 2), queued(2), WORKERS),
-        Case("torch DataLoader, index arrays, 2 workers", lambda e: arrays(e, 2), queued(2), WORKERS, True),
+        Case("torch DataLoader, index arrays, 2 workers", lambda e: arrays(e, 2), queued(2), WORKERS),
+        Case(
+            "torch DataLoader, tensors from 2 workers",
+            lambda e: shuffled(job, e, 2, TensorRows),
+            queued(2),
+            WORKERS,
+            tried=True,
+        ),
         Case("torch DataLoader", lambda e: arrays(e, 0, MANY), MANY, LARGE),
         Case("torch DataLoader, 2 workers", lambda e: arrays(e, 2, MANY), queued(2, MANY), LARGE),
     ]
