@@ -23,7 +23,7 @@ def holes_of(used):
 @given(st.lists(st.one_of(st.integers(1, 25), st.integers(-30, -1)), max_size=80))
 def test_any_history_keeps_ranges_apart_and_holes_joined(history):
     """Positive: take so many; negative: give back one of the live ranges."""
-    fit, used, live = BestFit(SIZE), [False] * SIZE, {}
+    fit, used, live = BestFit([(0, SIZE)]), [False] * SIZE, {}
     for step in history:
         if step > 0:
             fitting = [length for _, length in holes_of(used) if length >= step]
@@ -44,14 +44,14 @@ def test_any_history_keeps_ranges_apart_and_holes_joined(history):
         assert list(fit.holes) == holes_of(used)
         assert fit.free == used.count(False)
         assert fit.largest == max((length for _, length in holes_of(used)), default=0)
-        assert BestFit.around(SIZE, live.items()).holes == fit.holes
+        assert BestFit.around([(0, SIZE)], live.items()).holes == fit.holes
     for start, length in live.items():
         fit.give(start, length)
     assert fit.holes == ((0, SIZE),)
 
 
 def test_the_tightest_hole_is_taken():
-    fit = BestFit(30)
+    fit = BestFit([(0, 30)])
     starts = [fit.take(length) for length in (5, 2, 3, 2, 18)]
     assert starts == [0, 5, 7, 10, 12]
     for start, length in ((0, 5), (7, 3)):
@@ -59,3 +59,16 @@ def test_the_tightest_hole_is_taken():
     assert fit.take(3) == 7
     assert fit.take(3) == 0
     assert fit.take(3) is None
+
+
+def test_no_range_spans_two_extents():
+    fit = BestFit([(0, 10), (10, 10)])
+    assert (fit.largest, fit.free) == (10, 20)
+    assert fit.take(11) is None
+    assert [fit.take(6), fit.take(6)] == [0, 10]
+    fit.add_extent(40, 4)
+    assert fit.holes == ((6, 4), (16, 4), (40, 4))
+    fit.give(0, 6)
+    fit.give(10, 6)
+    assert fit.holes == ((0, 10), (10, 10), (40, 4))
+    assert BestFit.around([(10, 10), (0, 10)], [(0, 6), (19, 1)]).holes == ((6, 4), (10, 9))

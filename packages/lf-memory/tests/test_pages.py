@@ -1,6 +1,5 @@
 """The huge page ladder; the parts that need root restore what they change."""
 
-import contextlib
 from pathlib import Path
 
 import numpy as np
@@ -12,22 +11,6 @@ NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 SHMEM_POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
 
-@contextlib.contextmanager
-def setting(path, value):
-    """Write a kernel setting for the time of a test; skip where that is not allowed."""
-    try:
-        before = path.read_text()
-        path.write_text(value)
-    except OSError as error:
-        pytest.skip(f"{path}: {error}")
-    if "[" in before:
-        before = before[before.index("[") + 1 : before.index("]")]
-    try:
-        yield
-    finally:
-        path.write_text(before)
-
-
 def fill_and_check(pool):
     leases = [pool.acquire() for _ in range(pool.slots)]
     for lease in leases:
@@ -35,7 +18,7 @@ def fill_and_check(pool):
     assert all((lease.array == lease.index + 1).all() for lease in leases)
 
 
-def test_hugetlb_pages_are_used_when_reserved():
+def test_hugetlb_pages_are_used_when_reserved(setting):
     with setting(NR_HUGEPAGES, "4\n"):
         if int(NR_HUGEPAGES.read_text()) < 4:
             pytest.skip("the kernel could not reserve four huge pages")
@@ -49,7 +32,7 @@ def test_hugetlb_pages_are_used_when_reserved():
             del pool, view
 
 
-def test_hugetlb_wastes_less_than_one_page():
+def test_hugetlb_wastes_less_than_one_page(setting):
     with setting(NR_HUGEPAGES, "3\n"):
         if int(NR_HUGEPAGES.read_text()) < 3:
             pytest.skip("the kernel could not reserve three huge pages")
@@ -57,7 +40,7 @@ def test_hugetlb_wastes_less_than_one_page():
         assert pool.stats().waste_bytes < 2 << 20
 
 
-def test_auto_falls_back_and_says_why():
+def test_auto_falls_back_and_says_why(setting):
     with setting(NR_HUGEPAGES, "0\n"), setting(SHMEM_POLICY, "never\n"):
         pool = HostPool(1 << 20, 4, "auto")
     assert pool.pages == "normal"
@@ -66,12 +49,12 @@ def test_auto_falls_back_and_says_why():
     fill_and_check(pool)
 
 
-def test_hugetlb_by_name_without_pages_names_the_fix():
+def test_hugetlb_by_name_without_pages_names_the_fix(setting):
     with setting(NR_HUGEPAGES, "0\n"), pytest.raises(PoolError, match="nr_hugepages"):
         HostPool(1 << 20, 4, "hugetlb")
 
 
-def test_thp_is_used_where_the_kernel_allows_it():
+def test_thp_is_used_where_the_kernel_allows_it(setting):
     with setting(SHMEM_POLICY, "advise\n"):
         try:
             pool = HostPool(1 << 20, 4, "thp")
@@ -81,7 +64,7 @@ def test_thp_is_used_where_the_kernel_allows_it():
         fill_and_check(pool)
 
 
-def test_thp_by_name_without_permission_names_the_fix():
+def test_thp_by_name_without_permission_names_the_fix(setting):
     with setting(SHMEM_POLICY, "never\n"), pytest.raises(PoolError, match="shmem_enabled"):
         HostPool(1 << 20, 4, "thp")
 

@@ -189,7 +189,7 @@ def test_closing_and_forking_are_as_for_fixed_slots():
     pool = VariablePool(2 * PAGE)
     lease = pool.acquire(10)
     lease.array[:] = 9
-    assert (HostPool.attach(pool.fd, 10).slot(0) == 9).all()
+    assert (HostPool.attach(pool.fd).part(lease.offset, 10) == 9).all()
     pid = os.fork()
     if pid == 0:
         try:

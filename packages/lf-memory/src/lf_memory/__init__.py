@@ -1,9 +1,11 @@
 """Host buffer pools in one memfd: fixed slots or exact sizes, huge pages, page-locking, leases and fences."""
 
-from ._errors import PoolError, PoolTimeout
+from ._attach import AttachedPool
+from ._errors import Holder, PoolError, PoolTimeout
+from ._lease import Fence, Lease
 from ._pin import CudaRegistrar, Registrar, TorchRegistrar
-from ._pool import AttachedPool, HostPool
-from ._slots import Fence, Lease
+from ._pool import HostPool
+from ._share import recv_pool, send_pool
 from ._stats import PoolStats, VariableStats
 from ._trace import TraceEvent
 from ._variable import VariablePool
@@ -12,6 +14,7 @@ __all__ = [
     "AttachedPool",
     "CudaRegistrar",
     "Fence",
+    "Holder",
     "HostPool",
     "Lease",
     "PoolError",
@@ -22,5 +25,7 @@ __all__ = [
     "TraceEvent",
     "VariablePool",
     "VariableStats",
+    "recv_pool",
+    "send_pool",
 ]
 __version__ = "0.1.0"

@@ -2,16 +2,17 @@
 
 import errno
 import os
-from dataclasses import dataclass
+import time
 from pathlib import Path
 
 from ._errors import PoolError
-from ._region import HUGE, PAGE, Region, allocate, create_memfd, no_memory, round_up
+from ._limits import available_bytes
+from ._populate import populate
+from ._region import HUGE, PAGE, Region, create_memfd, no_memory, round_up
 
 CHOICES = ("auto", "hugetlb", "thp", "off")
 
 _MADV_HUGEPAGE = 14
-_MADV_POPULATE_WRITE = 23  # Linux 5.14
 _SHMEM_POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 _HUGE_DIR = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _HUGE_FIX = "reserve pages with: echo N > /proc/sys/vm/nr_hugepages (as root)"
@@ -23,104 +24,139 @@ class _UnavailableError(Exception):
     """A step of the ladder is not to be had; the text says why."""
 
 
-@dataclass(frozen=True)
 class Backing:
-    """A region and how it was obtained."""
+    """A region, how it was obtained, and the way to back more of it.
 
-    region: Region
-    pages: str
-    reason: str
+    Attributes:
+        pages: "hugetlb", "thp" or "normal".
+        reason: why these.
+        size: bytes of the region.
+        populate_s: seconds spent on allocating pages so far.
+    """
+
+    def __init__(self, region: Region, pages: str) -> None:
+        self.pages, self.reason, self.size = pages, "", region.size
+        self.populate_s = 0.0
+        self._region: Region | None = region
+
+    @property
+    def region(self) -> Region:
+        """Address space for the whole pool; PoolError after `let_go`."""
+        if self._region is None:
+            raise PoolError("the pool is closed")
+        return self._region
+
+    @property
+    def open(self) -> bool:
+        """Whether the region is still held."""
+        return self._region is not None
+
+    def let_go(self) -> None:
+        """Hold the region no longer."""
+        self._region = None
+
+    @property
+    def unit(self) -> int:
+        """Bytes of one page; ranges to back are multiples of it."""
+        return PAGE if self.pages == "normal" else HUGE
+
+    def commit(self, start: int, nbytes: int) -> None:
+        """Back a range with pages; PoolError, and nothing backed, if they cannot be had."""
+        began = time.monotonic()
+        if self.pages != "hugetlb":
+            _require_available(nbytes)
+        try:
+            populate(self.region, start, nbytes)
+        except OSError as error:
+            raise no_memory(nbytes, error) from error
+        finally:
+            self.populate_s += time.monotonic() - began
 
 
-def build(size: int, hugepages: str) -> Backing:
-    """Allocate and map `size` bytes on the best pages that `hugepages` allows.
+def build(size: int, hugepages: str, first: int, name: str) -> Backing:
+    """Map `size` bytes and back the `first` of them with the best pages that `hugepages` allows.
 
-    Raises PoolError if an explicit choice cannot be had or memory does not suffice.
+    Both are rounded up to pages; `name` is the memfd's. Raises PoolError if an explicit choice cannot be had or
+    memory does not suffice.
     """
     if hugepages not in CHOICES:
         raise PoolError(f"hugepages={hugepages!r}: choose one of {', '.join(CHOICES)}")
     if hugepages == "off":
-        return Backing(_normal(size), "normal", "hugepages='off'")
+        return _because("hugepages='off'", _normal(size, first, name))
     if hugepages == "auto":
-        return _best(size)
+        return _best(size, first, name)
     step = _hugetlb if hugepages == "hugetlb" else _transparent
     try:
-        return Backing(step(size), hugepages, "asked for by name")
+        return _because("asked for by name", step(size, first, name))
     except _UnavailableError as why:
-        raise PoolError(f"hugepages={hugepages!r} cannot be had: {why}", needed=size) from None
+        raise PoolError(f"hugepages={hugepages!r} cannot be had: {why}", needed=first) from None
 
 
-def _best(size: int) -> Backing:
+def _best(size: int, first: int, name: str) -> Backing:
     if size < HUGE:
-        return Backing(_normal(size), "normal", "the pool is smaller than one 2 MiB page")
+        return _because("the pool is smaller than one 2 MiB page", _normal(size, first, name))
     refused: list[str] = []
-    for name, step in (("hugetlb", _hugetlb), ("thp", _transparent)):
+    for pages, step in (("hugetlb", _hugetlb), ("thp", _transparent)):
         try:
-            return Backing(step(size), name, "; ".join([*refused, f"{name} available"]))
+            return _because("; ".join([*refused, f"{pages} available"]), step(size, first, name))
         except _UnavailableError as why:
-            refused.append(f"{name}: {why}")
-    return Backing(_normal(size), "normal", "; ".join(refused))
+            refused.append(f"{pages}: {why}")
+    return _because("; ".join(refused), _normal(size, first, name))
 
 
-def _normal(size: int) -> Region:
-    size = round_up(size, PAGE)
-    available = _available_bytes()
-    # fallocate on a memfd takes pages until the out-of-memory killer comes; refuse before that.
-    if available is not None and size > available:
-        message = f"a pool needs {size} bytes and {available} are available: use fewer or smaller slots"
-        raise PoolError(message, needed=size, available=available)
-    fd = create_memfd(size, 0)
-    try:
-        allocate(fd, size)
-    except PoolError:
-        os.close(fd)
-        raise
-    return _mapped(fd, size)
+def _because(reason: str, backing: Backing) -> Backing:
+    backing.reason = reason
+    return backing
 
 
-def _hugetlb(size: int) -> Region:
-    size = round_up(size, HUGE)
+def _normal(size: int, first: int, name: str) -> Backing:
+    backing = _mapped(round_up(size, PAGE), "normal", name)
+    backing.commit(0, round_up(first, PAGE))
+    return backing
+
+
+def _hugetlb(size: int, first: int, name: str) -> Backing:
+    size, first = round_up(size, HUGE), round_up(first, HUGE)
     free = _read_int(_HUGE_DIR / "free_hugepages") - _read_int(_HUGE_DIR / "resv_hugepages")
-    if free * HUGE < size:
+    if free * HUGE < size:  # also what comes later has to have a chance
         raise _UnavailableError(f"{size // HUGE} pages of 2 MiB needed, {free} free; {_HUGE_FIX}")
     try:
-        fd = os.memfd_create("lf-memory", os.MFD_CLOEXEC | os.MFD_HUGETLB | os.MFD_HUGE_2MB)
-    except OSError as error:
-        raise _UnavailableError(f"memfd_create: {os.strerror(error.errno or 0)}; {_HUGE_FIX}") from None
-    try:
-        os.ftruncate(fd, size)
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        os.close(fd)
-        if error.errno not in _REFUSED:
-            raise no_memory(size, error) from error
-        raise _UnavailableError(f"{os.strerror(error.errno)} for {size} bytes; {_HUGE_FIX}") from None
-    return _mapped(fd, size)
+        backing = _mapped(size, "hugetlb", name, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        backing.commit(0, first)
+    except PoolError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _REFUSED:
+            raise _UnavailableError(f"{cause.strerror} for {first} bytes; {_HUGE_FIX}") from None
+        raise
+    return backing
 
 
-def _transparent(size: int) -> Region:
+def _transparent(size: int, first: int, name: str) -> Backing:
     policy = _shmem_policy()
     if policy in ("never", "deny", "absent"):
         raise _UnavailableError(f"{_SHMEM_POLICY.name} is {policy}; {_THP_FIX}")
-    size = round_up(size, HUGE)
-    region = _mapped(create_memfd(size, 0), size)
-    try:
-        region.advise(_MADV_HUGEPAGE)
-        region.advise(_MADV_POPULATE_WRITE)
-    except OSError as error:
-        if error.errno == errno.EINVAL:
-            raise _UnavailableError("the kernel has no MADV_POPULATE_WRITE (Linux 5.14)") from None
-        raise no_memory(size, error) from error
-    if _huge_bytes(region) == 0:
+    backing = _mapped(round_up(size, HUGE), "thp", name)
+    region = backing.region
+    region.advise(_MADV_HUGEPAGE, 0, region.size)
+    backing.commit(0, round_up(first, HUGE))
+    if first and _huge_bytes(region) == 0:
         raise _UnavailableError("advised, but the kernel gave no huge page (memory is fragmented)")
-    return region
+    return backing
 
 
-def _mapped(fd: int, size: int) -> Region:
+def _mapped(size: int, pages: str, name: str, flags: int = 0) -> Backing:
     try:
-        return Region(fd, size)
+        return Backing(Region(create_memfd(size, name, flags), size), pages)
     except OSError as error:
         raise no_memory(size, error) from error
+
+
+def _require_available(nbytes: int) -> None:
+    """The kernel hands out pages of a memfd until the out-of-memory killer comes; refuse before that."""
+    available = available_bytes()
+    if available is not None and nbytes > available:
+        message = f"a pool needs {nbytes} bytes and {available} are available: use fewer or smaller slots"
+        raise PoolError(message, needed=nbytes, available=available)
 
 
 def _read_int(path: Path) -> int:
@@ -148,30 +184,3 @@ def _huge_bytes(region: Region) -> int:
         elif found and line.startswith("ShmemPmdMapped:"):
             return int(line.split()[1]) << 10
     return 0
-
-
-def _available_bytes() -> int | None:
-    """Memory that can be had without swapping, by the kernel's own estimate and the cgroup's limit."""
-    limits = [_meminfo("MemAvailable"), _cgroup_room()]
-    return min((value for value in limits if value is not None), default=None)
-
-
-def _meminfo(key: str) -> int | None:
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-    except OSError:
-        return None
-    return next((int(line.split()[1]) << 10 for line in lines if line.startswith(key + ":")), None)
-
-
-def _cgroup_room() -> int | None:
-    group = Path("/sys/fs/cgroup")
-    try:
-        limit = (group / "memory.max").read_text().strip()
-        used = int((group / "memory.current").read_text())
-        cache = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
-    except (OSError, ValueError):
-        return None
-    if limit == "max":
-        return None
-    return int(limit) - used + int(cache.get("inactive_file", 0))

@@ -4,11 +4,12 @@ import ctypes
 import importlib
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, Protocol, runtime_checkable
 
 from ._errors import PoolError
 
+LOCK_BYTES = 1 << 30  # of one registration: a refusal comes early, and what is undone is small
 _PORTABLE = 1  # cudaHostRegisterPortable, CU_MEMHOSTREGISTER_PORTABLE: locked for every device
 
 
@@ -103,6 +104,17 @@ class CudaRegistrar:
         text = ctypes.c_char_p()
         self._driver.cuGetErrorName(code, ctypes.byref(text))
         raise PoolError(f"{name}: {(text.value or b'an error without a name').decode()} ({code})")
+
+
+def pieces(start: int, nbytes: int, unit: int) -> Iterator[tuple[int, int]]:
+    """Cut a range into (start, nbytes) of whole units, each at most LOCK_BYTES or one unit.
+
+    CUDA wants a copy's host range "entirely registered" and does not say that two registrations may share it, so
+    what one copy may span lies in one piece.
+    """
+    step = max(LOCK_BYTES // unit, 1) * unit
+    for at in range(start, start + nbytes, step):
+        yield at, min(step, start + nbytes - at)
 
 
 def lock(registrar: Registrar, address: int, nbytes: int) -> Callable[[], None]:

@@ -1,15 +1,13 @@
 """HostPool: fixed slots in one memfd."""
 
-import os
-
-import numpy as np
-import numpy.typing as npt
-
-from ._base import Pool
+from . import _ladder, _trace
+from ._attach import AttachedPool, layout_name
+from ._base import MAX_POOL, Pool
 from ._errors import PoolError
+from ._lease import Lease
 from ._pin import Registrar
-from ._region import PAGE, Region, round_up
-from ._slots import Lease, SlotTable, slot_type
+from ._region import PAGE, round_up
+from ._slots import SlotTable, zone_bytes
 from ._stats import PoolStats
 
 
@@ -22,20 +20,29 @@ class HostPool(Pool):
         hugepages: "auto" takes reserved 2 MiB pages if enough are free, else transparent huge pages, else
             normal pages; "hugetlb", "thp" and "off" ask for one of these and nothing else.
         pin: page-locks the memory until it is unmapped; see Registrar.
+        safety: finds writes past a slot's end and after its release, and records who holds what; None asks
+            LOONGFORGE_DEBUG_MEMORY. Costs a fill and a comparison of the slot for each lease.
 
-    Raises PoolError if the memory or the asked-for pages cannot be had. Every page is allocated here, so
-    nothing is killed by SIGBUS later. Threads may share a pool. After fork the pool belongs to the parent:
-    `acquire` in the child raises; use `attach(fd, ...)` to read there.
+    Raises PoolError if the memory or the asked-for pages cannot be had. Every page is allocated here, by several
+    threads, so nothing is killed by SIGBUS later. Threads may share a pool. After fork the pool belongs to the
+    parent: `acquire` in the child raises; use `attach(fd, ...)` to read there.
     """
 
     def __init__(
-        self, slot_bytes: int, slots: int, hugepages: str = "auto", *, pin: Registrar | None = None
-    ) -> None:
+        self, slot_bytes: int, slots: int, hugepages: str = "auto", *, pin: Registrar | None = None,
+        safety: bool | None = None,
+    ) -> None:  # fmt: skip
         if slot_bytes < 1 or slots < 1:
             raise PoolError(f"slot_bytes={slot_bytes}, slots={slots}: both must be at least 1")
-        stride = round_up(slot_bytes, PAGE)
-        super().__init__(stride * slots, hugepages, pin)
-        self._table = SlotTable(self._open_region(), slots, slot_bytes, stride, self._tracer)
+        tracer = _trace.Tracer() if _trace.wanted(safety) else None
+        stride = round_up(slot_bytes, PAGE) + zone_bytes(tracer)
+        size = stride * slots
+        if size > MAX_POOL:
+            raise PoolError(f"a pool of {size} bytes is not possible", needed=size)
+        backing = _ladder.build(size, hugepages, size, layout_name(slot_bytes, stride))
+        super().__init__(backing, pin, tracer)
+        self._lock_pages(0, backing.region.size, stride)
+        self._table = SlotTable(backing.region, slots, slot_bytes, stride, tracer)
         self._slot_bytes = slot_bytes
 
     @property
@@ -49,69 +56,49 @@ class HostPool(Pool):
         return self._slot_bytes
 
     def acquire(self, timeout: float | None = None) -> Lease:
-        """Lease a slot, waiting up to `timeout` seconds (None: for ever, 0: not at all).
+        """Lease a slot, waiting up to `timeout` seconds (None: for ever, 0: not at all); first come, first served.
 
         Raises PoolTimeout when none came free, PoolError when the pool is closed or was inherited by fork.
         """
-        self._require_usable()
-        return self._table.try_take() or self._wait(self._table.try_take, f"slot of {self.slots}", timeout)
+        return self.try_acquire() or self._wait(self._table.take, f"slot of {self.slots}", timeout)
 
     def try_acquire(self) -> Lease | None:
-        """Lease a slot that is free now, or None; PoolError as for `acquire`."""
-        if self._region is None or os.getpid() != self._pid:
-            self._require_usable()
-        return self._table.try_take()
+        """Lease a slot that is free now, or None, also when others wait for one; PoolError as for `acquire`."""
+        table = self._table
+        if self._usable and not table.line:
+            return table.take()
+        self._require_usable()
+        return table.take() if table.line.first() is None else None
 
     def stats(self) -> PoolStats:
         """A snapshot; see PoolStats for the fields."""
-        table = self._table
+        table, backing = self._table, self._backing
         leased, fenced, free = table.counts()
+        size = backing.size
         return PoolStats(
-            pages=self.pages,
-            reason=self._reason,
+            pages=backing.pages,
+            reason=backing.reason,
             slots=self.slots,
             slot_bytes=self._slot_bytes,
             live=len(leased),
             fenced=fenced,
             free=free,
+            waiting=table.line.waiting(),
             peak=table.peak,
             acquires=table.acquires,
             collected=table.collected,
+            waits=self._waits,
+            timeouts=self._timeouts,
             wait_s=self._wait_s,
             fence_wait_s=self._fence_wait_s,
-            bytes=self._size,
-            waste_bytes=self._size - self.slots * self._slot_bytes,
-            pinned=self._pinned,
+            populate_s=backing.populate_s,
+            lock_s=self._lock_s,
+            bytes=size,
+            waste_bytes=size - self.slots * self._slot_bytes,
+            pinned=self.pinned,
         )
 
     @staticmethod
-    def attach(fd: int, slot_bytes: int) -> "AttachedPool":
-        """Map another process's pool read-only; `fd` is duplicated. PoolError if it is no such memory."""
-        return AttachedPool(fd, slot_bytes)
-
-
-class AttachedPool:
-    """Another pool's memory, read-only. Which slots hold what is for the two processes to agree on."""
-
-    def __init__(self, fd: int, slot_bytes: int) -> None:
-        size = os.fstat(fd).st_size
-        stride = round_up(slot_bytes, PAGE)
-        if slot_bytes < 1 or size < stride:
-            raise PoolError(f"descriptor {fd} holds {size} bytes, not even one slot of {slot_bytes}")
-        try:
-            self._region = Region(os.dup(fd), size, writable=False)
-        except OSError as error:
-            raise PoolError(f"descriptor {fd} cannot be mapped: {error.strerror}") from error
-        self._type = slot_type(slot_bytes)
-        self._stride = stride
-        self.slots = size // stride
-
-    def slot(self, index: int) -> npt.NDArray[np.uint8]:
-        """Slot `index` as read-only uint8[slot_bytes]; PoolError if there is no such slot."""
-        if not 0 <= index < self.slots:
-            raise PoolError(f"slot {index} of {self.slots}")
-        buffer = self._type.from_address(self._region.address + index * self._stride)
-        buffer.region = self._region
-        view = np.frombuffer(buffer, np.uint8)
-        view.flags.writeable = False
-        return view
+    def attach(fd: int, slot_bytes: int | None = None, *, writable: bool = False) -> AttachedPool:
+        """Map another process's pool; `fd` is duplicated. See AttachedPool for the errors."""
+        return AttachedPool(fd, slot_bytes, writable=writable)

@@ -1,9 +1,10 @@
-"""One memfd, allocated in full and mapped at a 2 MiB boundary.
+"""One memfd mapped at a 2 MiB boundary; its pages come later, range by range.
 
 `mmap.mmap` can neither choose an address nor be kept alive by the views made from it without also
 refusing to close, so the mapping is made through libc: reserve address space, then place the file in it.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
@@ -14,15 +15,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from ._errors import PoolError
-from ._pin import Registrar, lock
+from ._pin import Registrar, lock, pieces
 
 HUGE = 2 << 20
 PAGE = mmap.PAGESIZE
 
-# <sys/mman.h>, <linux/mman.h>; the mmap module has some of them only in newer Pythons.
+# <sys/mman.h>, <linux/mman.h>, <linux/falloc.h>; the mmap module has some of them only in newer Pythons.
 _PROT_NONE = 0
 _MAP_FIXED = 0x10
+_MAP_NORESERVE = 0x4000
 _MAP_FAILED = ctypes.c_void_p(-1).value
+_PUNCH_HOLE_KEEP_SIZE = 0x02 | 0x01
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -36,6 +39,7 @@ _libc.mmap.argtypes = [
 ]
 _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_libc.fallocate.argtypes = [ctypes.c_int, ctypes.c_int, ctypes.c_int64, ctypes.c_int64]
 
 
 @dataclass(frozen=True)
@@ -54,32 +58,37 @@ def round_up(value: int, unit: int) -> int:
 def _mmap(address: int | None, size: int, prot: int, flags: int, fd: int) -> int:
     got = _libc.mmap(address, size, prot, flags, fd, 0)
     if got == _MAP_FAILED:
-        code = ctypes.get_errno()
-        raise OSError(code, os.strerror(code))
+        raise _os_error()
     return int(got)
+
+
+def _os_error() -> OSError:
+    code = ctypes.get_errno()
+    return OSError(code, os.strerror(code))
 
 
 def _map(fd: int, size: int, writable: bool) -> _Mapping:
     """Map a whole file shared, its first byte at a 2 MiB boundary."""
     reserved = round_up(size, PAGE) + HUGE
-    base = _mmap(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS, -1)
+    base = _mmap(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = round_up(base, HUGE)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     try:
-        _mmap(address, size, prot, mmap.MAP_SHARED | _MAP_FIXED, fd)
+        _mmap(address, size, prot, mmap.MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE, fd)
     except OSError:
         _libc.munmap(base, reserved)
         raise
     return _Mapping(address, size, reserved, base)
 
 
-def _drop(fd: int, mapping: _Mapping, unlock: list[Callable[[], None]]) -> None:
-    for undo in unlock:
-        undo()
-    # A hugetlb part must be unmapped at its own (2 MiB) granularity, before the reservation around it.
-    _libc.munmap(mapping.address, mapping.size)
-    _libc.munmap(mapping.base, mapping.reserved)
-    os.close(fd)
+def _drop(fd: int, mapping: _Mapping, locked: dict[int, Callable[[], None]]) -> None:
+    with contextlib.ExitStack() as steps:  # last first, and each even if one before it fails
+        steps.callback(os.close, fd)
+        steps.callback(_libc.munmap, mapping.base, mapping.reserved)
+        # A hugetlb part must be unmapped at its own (2 MiB) granularity, before the reservation around it.
+        steps.callback(_libc.munmap, mapping.address, mapping.size)
+        for unlock in locked.values():
+            steps.callback(unlock)
 
 
 class Region:
@@ -101,42 +110,52 @@ class Region:
         self.fd = fd
         self.address = mapping.address
         self.size = size
+        self._locked: dict[int, Callable[[], None]] = {}  # first byte of a piece -> what unlocks it
         # Not at exit: engine threads may still read, and the kernel frees everything anyway.
-        self._unlock: list[Callable[[], None]] = []
-        weakref.finalize(self, _drop, fd, mapping, self._unlock).atexit = False
+        weakref.finalize(self, _drop, fd, mapping, self._locked).atexit = False
 
-    def lock(self, registrar: Registrar) -> None:
-        """Page-lock the region until it is unmapped; PoolError if the registrar refuses."""
-        self._unlock.append(lock(registrar, self.address, self.size))
+    def lock(self, registrar: Registrar, start: int, nbytes: int, unit: int) -> None:
+        """Page-lock a range, piece by piece, until `unlock` or the end of the region.
 
-    def advise(self, advice: int) -> None:
-        """madvise(2) over the whole region; OSError if refused."""
-        if _libc.madvise(self.address, self.size, advice) != 0:
-            code = ctypes.get_errno()
-            raise OSError(code, os.strerror(code))
+        `unit` is what one copy may span: no piece ends inside one. All or nothing; PoolError if the registrar
+        refuses.
+        """
+        try:
+            for offset, length in pieces(start, nbytes, unit):
+                self._locked[offset] = lock(registrar, self.address + offset, length)
+        except BaseException:
+            self.unlock(start, nbytes)
+            raise
+
+    def unlock(self, start: int, nbytes: int) -> None:
+        """Undo `lock` for the pieces that begin in a range."""
+        for offset in [o for o in self._locked if start <= o < start + nbytes]:
+            self._locked.pop(offset)()
+
+    def advise(self, advice: int, start: int, nbytes: int) -> None:
+        """madvise(2) over a range; the GIL is free meanwhile. OSError if refused."""
+        if _libc.madvise(self.address + start, nbytes, advice) != 0:
+            raise _os_error()
+
+    def punch(self, start: int, nbytes: int) -> None:
+        """Give the pages of a range back to the kernel; it reads as zeros afterwards. OSError if refused."""
+        if _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, start, nbytes) != 0:
+            raise _os_error()
 
 
-def create_memfd(size: int, flags: int) -> int:
-    """New memfd of `size` bytes whose size other holders of the descriptor cannot change later.
+def create_memfd(size: int, name: str, flags: int = 0) -> int:
+    """New memfd of `size` bytes, without pages, whose size no holder of the descriptor can change later.
 
-    The growth seals keep a process that attaches from being killed by SIGBUS after a truncation.
+    The seals keep a process that attaches from being killed by SIGBUS after a truncation. OSError if refused.
     """
-    fd = os.memfd_create("lf-memory", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
+    fd = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING | flags)
     try:
         os.ftruncate(fd, size)
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW)
-    except OSError as error:
+    except OSError:
         os.close(fd)
-        raise no_memory(size, error) from error
+        raise
     return fd
-
-
-def allocate(fd: int, size: int) -> None:
-    """Back every byte of a memfd with memory now; PoolError with the size needed if there is not enough."""
-    try:
-        os.posix_fallocate(fd, 0, size)
-    except OSError as error:
-        raise no_memory(size, error) from error
 
 
 def no_memory(size: int, error: OSError) -> PoolError:
@@ -145,5 +164,5 @@ def no_memory(size: int, error: OSError) -> PoolError:
     hint = {
         "EFBIG": "RLIMIT_FSIZE (ulimit -f) is lower",
         "EMFILE": "the process has no free descriptor (ulimit -n)",
-    }.get(name, "ask for fewer or smaller slots, or free memory")
+    }.get(name, "ask for fewer or smaller slots, free memory, or raise RLIMIT_AS (ulimit -v) if it is set")
     return PoolError(f"a pool needs {size} bytes, the kernel refused with {name}: {hint}", needed=size)

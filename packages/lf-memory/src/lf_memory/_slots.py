@@ -1,4 +1,4 @@
-"""Slots and leases: the life of one buffer between `acquire` and its return to the free list.
+"""The books of a pool: which slots are free, leased or fenced.
 
 A slot may come back when the garbage collector finds its memory unused, in any thread and in the middle of
 anything. No Python code may run there: it could wait for a lock that the same thread holds, and a Ctrl-C in
@@ -8,45 +8,28 @@ re-entrant; whoever needs a slot next takes the returned ones from that queue.
 
 import ctypes
 import functools
-import math
 import queue
 import threading
-import weakref
-from typing import Any, NoReturn, Protocol, Self, runtime_checkable
+from collections.abc import Callable
+from sys import getrefcount
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from ._errors import PoolError
-from ._region import Region
-from ._trace import Tracer, call_site, first_write, poison
+from ._errors import Holder, PoolError
+from ._lease import Fence, Lease, Watch
+from ._line import Line
+from ._region import PAGE, Region
+from ._trace import Tracer, first_write, poison
 
-
-@runtime_checkable
-class Fence(Protocol):
-    """Work on a device that still uses a slot; a CUDA event behind two methods is one."""
-
-    def query(self) -> bool:
-        """True once the work is done; must not block."""
-
-    def wait(self) -> None:
-        """Block the calling thread until the work is done."""
+_UNSHARED = 2  # references to a released memory: the name in `release`, the argument of getrefcount
 
 
 @functools.lru_cache(maxsize=1024)
 def slot_type(slot_bytes: int) -> type[Any]:
     """A ctypes array class whose instances keep their region mapped."""
     return type("SlotBuffer", (ctypes.c_uint8 * slot_bytes,), {"__slots__": ("region",)})
-
-
-class _Watch(weakref.ref[Any]):
-    """Stands for one lease; put into the queue of returned slots by `release` or by the garbage collector."""
-
-    __slots__ = ("fences", "index", "released")
-
-    index: int
-    released: bool
-    fences: list[Fence]
 
 
 class SlotTable:
@@ -56,6 +39,7 @@ class SlotTable:
     interrupted change leaves in neither list is found again by `_recover`.
 
     Attributes:
+        line: threads that wait for a slot.
         acquires, peak, collected: see PoolStats.
         noun: what a message calls one part of the region.
     """
@@ -70,61 +54,80 @@ class SlotTable:
         self._type = slot_type(slot_bytes)
         self._stride = stride
         self._lock = threading.Lock()  # never taken by anything the garbage collector may call
-        self._returned: queue.SimpleQueue[_Watch | None] = queue.SimpleQueue()
+        self._returned: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
+        self._note_returned: Callable[[Any], None] = self._returned.put
         self._free = list(range(slots - 1, -1, -1))
-        self._busy: dict[int, _Watch] = {}  # leased or fenced
-        self._fenced: dict[int, _Watch] = {}  # those of them that came back and wait for a fence
-        self._waiting = 0
+        self._spare: dict[int, tuple[Any, Watch]] = {}  # free slots whose last lease left no array behind
+        self._busy: dict[int, Watch] = {}  # leased or fenced
+        self._fenced: dict[int, Watch] = {}  # those of them that came back and wait for a fence
+        self._fences: dict[int, list[Fence]] = {}
+        self.line = Line(self._lock)
         self.slots = slots
         self.tracer = tracer
         self.acquires = self.peak = self.collected = 0
+        self._plain = tracer is None  # nothing to check or to note at a release
         if tracer is not None:
             for index in range(slots):
-                poison(self.view(index))
+                poison(self._bytes(self.offset(index), stride))
 
-    def try_take(self) -> "Lease | None":
+    def take(self) -> Lease | None:
         """The most recently freed slot as a lease, or None if none is free now."""
         with self._lock:
-            self._settle()
+            if not self._returned.empty():
+                self._settle()
             if self._fenced:
                 self._sweep()
             if not self._free:
                 self._recover()
-            if not self._free:
-                return None
+                if not self._free:
+                    return None
             index = self._free.pop()
             if self.tracer is not None:
                 self._check_poison(index, self.tracer)
+                self.tracer.note("acquire", index)
+            spare = self._spare.pop(index, None)
+            if spare is None:
+                memory = self._type.from_address(self._address + index * self._stride)
+                watch = self._watch(index, memory)
+            else:
+                memory, watch = spare
+            self._busy[index] = watch
             self.acquires += 1
-            self.peak = max(self.peak, self.slots - len(self._free))
-            if self._waiting and self._free:
-                self._returned.put(None)  # we may have taken the notice that another thread waits for
-            return self._lease(index)
+            busy = len(self._busy)
+            if busy > self.peak:
+                self.peak = busy
+            return Lease(self, index, memory)
+
+    def release(self, lease: Lease) -> bool:
+        """End a lease; False if that was done before. In safety mode PoolError if it wrote past its end."""
+        index = lease.index
+        with self._lock:
+            memory = lease._memory
+            if memory is None:
+                return False
+            lease._memory = lease._array = None
+            if self._plain and not self._fences:
+                watch = self._busy.pop(index)
+                self._free.append(index)
+                if getrefcount(memory) == _UNSHARED:
+                    self._spare[index] = memory, watch
+            else:
+                self._take_back(self._busy[index], "release")
+        if self.line:
+            self._note_returned(None)
+        return True
 
     def wait(self, timeout: float) -> None:
         """Block until a slot may have come back, for `timeout` seconds at most."""
-        with self._lock:
-            self._waiting += 1
         try:
-            returned = self._returned.get(timeout=timeout)
+            self._note_returned(self._returned.get(timeout=timeout))  # sorted under the lock only
         except queue.Empty:
             return
-        finally:
-            with self._lock:
-                self._waiting -= 1
-        self._returned.put(returned)  # what comes back is sorted under the lock only
 
-    def release(self, watch: _Watch) -> bool:
-        """End a lease; False if that was done before."""
-        if watch.released:
-            return False
-        watch.released = True
-        if self.tracer is not None:
-            self.tracer.note("release", watch.index)
-            if not watch.fences:
-                poison(self.view(watch.index))
-        self._returned.put(watch)
-        return True
+    def add_fence(self, index: int, fence: Fence) -> None:
+        """Let a leased slot wait for a fence when it comes back."""
+        with self._lock:
+            self._fences.setdefault(index, []).append(fence)
 
     def counts(self) -> tuple[list[int], int, int]:
         """Indices of leased slots, number of fenced ones, number of free ones."""
@@ -132,180 +135,127 @@ class SlotTable:
             self._settle()
             return sorted(set(self._busy) - set(self._fenced)), len(self._fenced), len(self._free)
 
+    def holders(self) -> tuple[Holder, ...]:
+        """Who has what."""
+        leased, _, _ = self.counts()
+        tracer = self.tracer
+        sites = [tracer.last("acquire", index) if tracer is not None else "" for index in leased]
+        return tuple(
+            Holder(index, self.nbytes(index), site) for index, site in zip(leased, sites, strict=True)
+        )
+
     def close(self) -> None:
         """Block until no slot is fenced, then let go of the memory; leases keep theirs."""
         with self._lock:
             self._settle()
-            pending = [fence for watch in self._fenced.values() for fence in watch.fences]
+            pending = [fence for index in self._fenced for fence in self._fences.get(index, ())]
         for fence in pending:
             fence.wait()
         with self._lock:
             self._sweep()
+            self._spare.clear()  # they hold the region
             self._region = None
+
+    def disown(self) -> None:
+        """In a forked child: locks may be held by threads that are not here."""
+        self._lock = threading.Lock()
+        self._returned = queue.SimpleQueue()
+        self.line = Line(self._lock)
+
+    def nbytes(self, index: int) -> int:
+        """Usable bytes of a slot."""
+        return ctypes.sizeof(self._type)
+
+    def offset(self, index: int) -> int:
+        """First byte of a slot in the region."""
+        return index * self._stride
 
     def address(self, index: int) -> int:
         """Address of a slot's first byte."""
         return self._address + index * self._stride
 
-    def view(self, index: int) -> npt.NDArray[np.uint8]:
-        """A slot's memory, leased or not."""
-        return np.frombuffer(self._buffer(self.address(index)), np.uint8)
+    def _reach(self, index: int) -> int:
+        """Bytes from the start of a slot to the start of the next."""
+        return self._stride
+
+    def _bytes(self, start: int, nbytes: int) -> npt.NDArray[np.uint8]:
+        memory = slot_type(nbytes).from_address(self._address + start)
+        memory.region = self._region
+        return np.frombuffer(memory, np.uint8)
 
     def _settle(self) -> None:
-        """Sort what came back into free and fenced slots; the lock is held."""
+        """Sort what the garbage collector returned into free and fenced slots; the lock is held."""
+        found = False
         while not self._returned.empty():
             watch = self._returned.get_nowait()
-            # Released slots come twice, the second time when their memory is garbage.
-            if watch is not None and self._busy.get(getattr(watch, "index", -1)) is watch:
-                self._take_back(watch)
+            if watch is not None and self._busy.get(watch.index) is watch:
+                found = True
+                self._take_back(watch, "collect")
+        if found and self.line:
+            self._note_returned(None)  # we took the notice that the first in line waits for
 
-    def _take_back(self, watch: _Watch) -> None:
-        if watch.fences:
-            self._fenced[watch.index] = watch
-        else:
-            self._add_free(watch)
-        if not watch.released:
+    def _take_back(self, watch: Watch, action: str) -> None:
+        index = watch.index
+        if action == "collect":
             self.collected += 1
-            if self.tracer is not None:
-                self.tracer.note("collect", watch.index)
+        if self.tracer is not None:
+            self.tracer.note(action, index)
+        if index in self._fences:
+            self._fenced[index] = watch
+        else:
+            self._add_free(index)
 
     def _sweep(self) -> None:
         """Free the slots whose fences have passed."""
         for index, watch in list(self._fenced.items()):
             if self._busy.get(index) is watch:
-                if not all(fence.query() for fence in watch.fences):
+                if not all(fence.query() for fence in self._fences.get(index, ())):
                     continue
-                self._add_free(watch)
+                self._fences.pop(index, None)
+                self._add_free(index)
             del self._fenced[index]
 
-    def _add_free(self, watch: _Watch) -> None:
-        # A slot poisoned at its release is not poisoned again: the next acquire looks for writes since then.
-        stale = watch.fences or not watch.released
-        if self.tracer is not None and stale and self._region is not None:
-            poison(self.view(watch.index))
-        del self._busy[watch.index]
-        self._put_free(watch.index)
+    def _add_free(self, index: int) -> None:
+        past = None
+        if self.tracer is not None and self._region is not None:
+            start, used, reach = self.offset(index), self.nbytes(index), self._reach(index)
+            past = first_write(self._bytes(start + used, reach - used)) if reach > used else None
+            poison(self._bytes(start, reach))
+        del self._busy[index]
+        self._put_free(index)
+        if past is not None and self.tracer is not None:
+            where = self.tracer.last("acquire", index)
+            raise PoolError(
+                f"{self.noun} {index} of {used} bytes was written at byte {used + past}, past its end, "
+                f"by its holder; acquired at {where}"
+            )
 
     def _put_free(self, index: int) -> None:
         self._free.append(index)
 
     def _recover(self) -> None:
         for index, watch in list(self._busy.items()):
-            if index not in self._fenced and (watch.released or watch() is None):
-                self._take_back(watch)
+            if index not in self._fenced and watch() is None:
+                self._take_back(watch, "collect")
         if len(self._busy) + len(self._free) < self.slots:
             self._free.extend(set(range(self.slots)) - set(self._busy) - set(self._free))
 
-    def _lease(self, index: int) -> "Lease":
-        address = self.address(index)
-        buffer = self._buffer(address)
-        watch = _Watch(buffer, self._returned.put)
-        watch.released, watch.fences = False, []
+    def _watch(self, index: int, memory: Any) -> Watch:
+        memory.region = self._region
+        watch = Watch(memory, self._note_returned)
         watch.index = index
-        self._busy[index] = watch
-        if self.tracer is not None:
-            self.tracer.note("acquire", index)
-        return Lease(self, watch, buffer, address)
-
-    def _buffer(self, address: int) -> Any:
-        buffer = self._type.from_address(address)
-        buffer.region = self._region
-        return buffer
+        return watch
 
     def _check_poison(self, index: int, tracer: Tracer) -> None:
-        offset = first_write(self.view(index))
+        memory = self._bytes(self.offset(index), self._reach(index))
+        offset = first_write(memory)
         if offset is not None:
-            poison(self.view(index))
+            poison(memory)
             self._put_free(index)
-            site = tracer.last_site("release", index)
+            site = tracer.last("release", index)
             raise PoolError(f"{self.noun} {index} was written at byte {offset} after its release at {site}")
 
 
-class Lease:
-    """One slot, yours until `release`, or until the lease and every view of it are garbage.
-
-    Also a context manager that releases on exit. Views taken before the release stay mapped for ever, but
-    after it their bytes belong to the next holder.
-
-    Attributes:
-        index: number of the slot.
-    """
-
-    __slots__ = ("_address", "_array", "_slot", "_table", "_watch", "index")
-
-    def __init__(self, table: SlotTable, watch: _Watch, slot: Any, address: int) -> None:
-        self.index = watch.index
-        self._table = table
-        self._watch = watch
-        self._slot = slot
-        self._address = address
-        self._array: npt.NDArray[np.uint8] | None = None
-
-    @property
-    def array(self) -> npt.NDArray[np.uint8]:
-        """The slot as writable uint8[slot_bytes]; its content is whatever the last holder left.
-
-        Raises PoolError after `release`.
-        """
-        if self._array is None:
-            self._array = self.view((len(self._live_slot()),), np.uint8)
-        return self._array
-
-    @property
-    def address(self) -> int:
-        """Address of the slot's first byte, for native code; PoolError after `release`."""
-        if self._slot is None:
-            self._fail("used after its release")
-        return self._address
-
-    @property
-    def released(self) -> bool:
-        """Whether the slot went back."""
-        return self._slot is None
-
-    def view(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
-        """The bytes from `offset` on as an array; the slot stays leased while the array lives.
-
-        Raises PoolError after `release`, or if the array would reach past the slot.
-        """
-        slot = self._slot
-        if slot is None:
-            self._fail("used after its release")
-        try:
-            return np.ndarray(shape, dtype, slot, offset)
-        except (TypeError, ValueError):
-            need = offset + math.prod(shape) * np.dtype(dtype).itemsize
-            raise PoolError(
-                f"a view of {need} bytes does not fit a {self._table.noun} of {len(slot)}"
-            ) from None
-
-    def fence(self, fence: Fence) -> None:
-        """Keep the slot out of the free list after `release` until `fence.query()` is true."""
-        if not isinstance(fence, Fence):
-            raise PoolError(f"a fence needs query() and wait(); {type(fence).__name__} has not both")
-        self._live_slot()
-        self._watch.fences.append(fence)
-
-    def release(self) -> None:
-        """Give the slot back; PoolError if that was done before."""
-        if not self._table.release(self._watch):
-            self._fail("released twice")
-        self._array = self._slot = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        if not self.released:
-            self.release()
-
-    def _live_slot(self) -> Any:
-        if self._slot is None:
-            self._fail("used after its release")
-        return self._slot
-
-    def _fail(self, what: str) -> NoReturn:
-        tracer, text = self._table.tracer, f"{self._table.noun} {self.index}: lease {what}"
-        if tracer is None:
-            raise PoolError(f"{text}; LOONGFORGE_DEBUG_MEMORY=1 shows where it was released")
-        raise PoolError(f"{text}, at {call_site()}; released at {tracer.last_site('release', self.index)}")
+def zone_bytes(tracer: Tracer | None) -> int:
+    """Bytes kept free behind each slot to notice writes past its end."""
+    return PAGE if tracer is not None else 0

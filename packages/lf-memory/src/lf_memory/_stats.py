@@ -1,4 +1,4 @@
-"""What a pool reports about itself."""
+"""What a pool reports about itself; `dataclasses.asdict` makes JSON of it."""
 
 from dataclasses import dataclass
 
@@ -15,13 +15,18 @@ class PoolStats:
         live: slots leased now.
         fenced: slots released whose fence has not passed yet.
         free: slots ready to be leased.
+        waiting: threads in `acquire` now.
         peak: highest number of slots that were not free at one time.
         acquires: leases handed out.
         collected: leases that came back because nothing referred to them, not by `release`.
+        waits: calls of `acquire` that had to wait.
+        timeouts: those of them that ended in PoolTimeout.
         wait_s: seconds spent in `acquire` waiting for any slot, fences included.
         fence_wait_s: the part of `wait_s` during which a fenced slot existed and no slot was free.
+        populate_s: seconds spent on getting the memory from the kernel.
+        lock_s: seconds spent on page-locking it.
         bytes: size of the memfd.
-        waste_bytes: bytes of it that belong to no slot (rounding to pages).
+        waste_bytes: bytes of it that belong to no slot (rounding to pages; red zones in safety mode).
         pinned: page-locked for a device.
     """
 
@@ -32,11 +37,16 @@ class PoolStats:
     live: int
     fenced: int
     free: int
+    waiting: int
     peak: int
     acquires: int
     collected: int
+    waits: int
+    timeouts: int
     wait_s: float
     fence_wait_s: float
+    populate_s: float
+    lock_s: float
     bytes: int
     waste_bytes: int
     pinned: bool
@@ -47,33 +57,47 @@ class VariableStats:
     """A snapshot of one VariablePool.
 
     Attributes:
-        pages, reason, pinned: as in PoolStats.
-        bytes: size of the memfd: `max_bytes` rounded to pages.
+        pages, reason, pinned, waiting, collected, waits, timeouts, wait_s, fence_wait_s, populate_s, lock_s: as
+            in PoolStats.
+        max_bytes: the bound, rounded to pages.
+        bytes: bytes allocated now.
+        extents: pieces they were allocated in; no allocation spans two.
+        grown: times the pool grew after it was made.
+        trimmed: bytes given back so far, by `trim` or to grow elsewhere.
         live, fenced: allocations out, and those released whose fence has not passed yet.
         live_bytes: bytes asked for by allocations that are live or fenced.
         waste_bytes: bytes they take beyond that (rounding to pages).
         free_bytes: bytes of the holes.
-        largest_free: bytes of the largest hole, which is the largest request that fits now.
+        largest_free: bytes of the largest hole, which is the largest request that fits without growing.
         holes: number of them.
+        fragmentation: share of the free bytes outside the largest hole, 0 to 1.
         peak_bytes: highest number of bytes that were not free at one time.
         acquires: allocations handed out.
-        collected: those that came back because nothing referred to them.
-        wait_s, fence_wait_s: as in PoolStats.
     """
 
     pages: str
     reason: str
     pinned: bool
+    max_bytes: int
     bytes: int
+    extents: int
+    grown: int
+    trimmed: int
     live: int
     fenced: int
+    waiting: int
     live_bytes: int
     waste_bytes: int
     free_bytes: int
     largest_free: int
     holes: int
+    fragmentation: float
     peak_bytes: int
     acquires: int
     collected: int
+    waits: int
+    timeouts: int
     wait_s: float
     fence_wait_s: float
+    populate_s: float
+    lock_s: float
