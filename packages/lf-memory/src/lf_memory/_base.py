@@ -60,8 +60,14 @@ class Pool:
 
     @property
     def fd(self) -> int:
-        """The memfd, owned by the pool; pass it to another process for `attach`, or dup it to keep it."""
-        return self._backing.region.fd
+        """The memfd, owned by the pool; pass it to another process for `attach`, or dup it to keep it.
+
+        PoolError with `shared=False`.
+        """
+        fd = self._backing.region.fd
+        if fd is None:
+            raise PoolError("this pool is not shared and has no descriptor: leave shared=False out")
+        return fd
 
     @property
     def buffer(self) -> npt.NDArray[np.uint8]:

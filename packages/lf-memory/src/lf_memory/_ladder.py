@@ -13,10 +13,10 @@ from ._region import HUGE, PAGE, Region, create_memfd, no_memory, round_up
 CHOICES = ("auto", "hugetlb", "thp", "off")
 
 _MADV_HUGEPAGE = 14
-_SHMEM_POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
+_THP_DIR = Path("/sys/kernel/mm/transparent_hugepage")
+_MAP_HUGE_2MB = 0x40000 | 21 << 26  # MAP_HUGETLB, and the size as a power of two: <linux/mman.h>
 _HUGE_DIR = Path("/sys/kernel/mm/hugepages/hugepages-2048kB")
 _HUGE_FIX = "reserve pages with: echo N > /proc/sys/vm/nr_hugepages (as root)"
-_THP_FIX = f"allow it with: echo advise > {_SHMEM_POLICY} (as root)"
 _REFUSED = (errno.ENOMEM, errno.ENOSPC, errno.EINVAL, errno.EPERM)
 
 
@@ -73,11 +73,11 @@ class Backing:
             self.populate_s += time.monotonic() - began
 
 
-def build(size: int, hugepages: str, first: int, name: str) -> Backing:
+def build(size: int, hugepages: str, first: int, name: str | None) -> Backing:
     """Map `size` bytes and back the `first` of them with the best pages that `hugepages` allows.
 
-    Both are rounded up to pages; `name` is the memfd's. Raises PoolError if an explicit choice cannot be had or
-    memory does not suffice.
+    Both are rounded up to pages; `name` is the memfd's, None asks for memory of this process alone. Raises
+    PoolError if an explicit choice cannot be had or memory does not suffice.
     """
     if hugepages not in CHOICES:
         raise PoolError(f"hugepages={hugepages!r}: choose one of {', '.join(CHOICES)}")
@@ -92,7 +92,7 @@ def build(size: int, hugepages: str, first: int, name: str) -> Backing:
         raise PoolError(f"hugepages={hugepages!r} cannot be had: {why}", needed=first) from None
 
 
-def _best(size: int, first: int, name: str) -> Backing:
+def _best(size: int, first: int, name: str | None) -> Backing:
     if size < HUGE:
         return _because("the pool is smaller than one 2 MiB page", _normal(size, first, name))
     refused: list[str] = []
@@ -109,19 +109,19 @@ def _because(reason: str, backing: Backing) -> Backing:
     return backing
 
 
-def _normal(size: int, first: int, name: str) -> Backing:
+def _normal(size: int, first: int, name: str | None) -> Backing:
     backing = _mapped(round_up(size, PAGE), "normal", name)
     backing.commit(0, round_up(first, PAGE))
     return backing
 
 
-def _hugetlb(size: int, first: int, name: str) -> Backing:
+def _hugetlb(size: int, first: int, name: str | None) -> Backing:
     size, first = round_up(size, HUGE), round_up(first, HUGE)
     free = _read_int(_HUGE_DIR / "free_hugepages") - _read_int(_HUGE_DIR / "resv_hugepages")
     if free * HUGE < size:  # also what comes later has to have a chance
         raise _UnavailableError(f"{size // HUGE} pages of 2 MiB needed, {free} free; {_HUGE_FIX}")
     try:
-        backing = _mapped(size, "hugetlb", name, os.MFD_HUGETLB | os.MFD_HUGE_2MB)
+        backing = _mapped(size, "hugetlb", name)
         backing.commit(0, first)
     except PoolError as error:
         cause = error.__cause__
@@ -131,10 +131,13 @@ def _hugetlb(size: int, first: int, name: str) -> Backing:
     return backing
 
 
-def _transparent(size: int, first: int, name: str) -> Backing:
-    policy = _shmem_policy()
+def _transparent(size: int, first: int, name: str | None) -> Backing:
+    setting, fix = ("enabled", "madvise") if name is None else ("shmem_enabled", "advise")
+    policy = _thp_policy(setting)
     if policy in ("never", "deny", "absent"):
-        raise _UnavailableError(f"{_SHMEM_POLICY.name} is {policy}; {_THP_FIX}")
+        raise _UnavailableError(
+            f"{setting} is {policy}; allow it with: echo {fix} > {_THP_DIR / setting} (as root)"
+        )
     backing = _mapped(round_up(size, HUGE), "thp", name)
     region = backing.region
     region.advise(_MADV_HUGEPAGE, 0, region.size)
@@ -144,9 +147,13 @@ def _transparent(size: int, first: int, name: str) -> Backing:
     return backing
 
 
-def _mapped(size: int, pages: str, name: str, flags: int = 0) -> Backing:
+def _mapped(size: int, pages: str, name: str | None) -> Backing:
+    huge = pages == "hugetlb"
     try:
-        return Backing(Region(create_memfd(size, name, flags), size), pages)
+        if name is None:
+            return Backing(Region(None, size, flags=_MAP_HUGE_2MB if huge else 0), pages)
+        fd = create_memfd(size, name, os.MFD_HUGETLB | os.MFD_HUGE_2MB if huge else 0)
+        return Backing(Region(fd, size), pages)
     except OSError as error:
         raise no_memory(size, error) from error
 
@@ -166,9 +173,9 @@ def _read_int(path: Path) -> int:
         return 0
 
 
-def _shmem_policy() -> str:
+def _thp_policy(setting: str) -> str:
     try:
-        text = _SHMEM_POLICY.read_text()
+        text = (_THP_DIR / setting).read_text()
     except OSError:
         return "absent"
     return text[text.find("[") + 1 : text.find("]")]
@@ -176,11 +183,11 @@ def _shmem_policy() -> str:
 
 def _huge_bytes(region: Region) -> int:
     """Bytes of the region that are mapped by huge pages, from /proc/self/smaps."""
-    start = f"{region.address:x}-"
-    found = False
+    start, found = f"{region.address:x}-", False
+    key = "AnonHugePages:" if region.fd is None else "ShmemPmdMapped:"
     for line in Path("/proc/self/smaps").read_text().splitlines():
         if line.startswith(start):
             found = True
-        elif found and line.startswith("ShmemPmdMapped:"):
+        elif found and line.startswith(key):
             return int(line.split()[1]) << 10
     return 0

@@ -1,4 +1,4 @@
-"""HostPool: fixed slots in one memfd."""
+"""HostPool: fixed slots in one piece of memory."""
 
 from . import _ladder, _trace
 from ._attach import AttachedPool, layout_name
@@ -12,7 +12,7 @@ from ._stats import PoolStats
 
 
 class HostPool(Pool):
-    """Fixed-size slots in one preallocated memfd, leased in O(1), last freed first.
+    """Fixed-size slots in one preallocated memory, leased in O(1), last freed first.
 
     Args:
         slot_bytes: usable bytes of a slot; slots start at multiples of the page size.
@@ -20,6 +20,8 @@ class HostPool(Pool):
         hugepages: "auto" takes reserved 2 MiB pages if enough are free, else transparent huge pages, else
             normal pages; "hugetlb", "thp" and "off" ask for one of these and nothing else.
         pin: page-locks the memory until it is unmapped; see Registrar.
+        shared: False takes memory of this process alone: no descriptor, a forked child sees a copy, and most
+            systems give transparent huge pages to it though they do not to shared memory.
         safety: finds writes past a slot's end and after its release, and records who holds what; None asks
             LOONGFORGE_DEBUG_MEMORY. Costs a fill and a comparison of the slot for each lease.
 
@@ -30,7 +32,7 @@ class HostPool(Pool):
 
     def __init__(
         self, slot_bytes: int, slots: int, hugepages: str = "auto", *, pin: Registrar | None = None,
-        safety: bool | None = None,
+        shared: bool = True, safety: bool | None = None,
     ) -> None:  # fmt: skip
         if slot_bytes < 1 or slots < 1:
             raise PoolError(f"slot_bytes={slot_bytes}, slots={slots}: both must be at least 1")
@@ -39,7 +41,7 @@ class HostPool(Pool):
         size = stride * slots
         if size > MAX_POOL:
             raise PoolError(f"a pool of {size} bytes is not possible", needed=size)
-        backing = _ladder.build(size, hugepages, size, layout_name(slot_bytes, stride))
+        backing = _ladder.build(size, hugepages, size, layout_name(slot_bytes, stride) if shared else None)
         super().__init__(backing, pin, tracer)
         self._lock_pages(0, backing.region.size, stride)
         self._table = SlotTable(backing.region, slots, slot_bytes, stride, tracer)

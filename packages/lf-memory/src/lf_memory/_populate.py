@@ -5,6 +5,7 @@ so a large range is populated through the mapping instead (MADV_POPULATE_WRITE),
 table that page-locking walks.
 """
 
+import ctypes
 import errno
 import os
 from collections.abc import Iterator
@@ -31,12 +32,19 @@ def populate(region: Region, start: int, nbytes: int) -> None:
         _through_the_mapping(region, start, nbytes)
     except OSError as error:
         if error.errno == errno.EINVAL:
-            os.posix_fallocate(region.fd, start, nbytes)
+            _without_advice(region, start, nbytes)
             return
         region.punch(start, nbytes)
         # a fault that cannot be served (no page left of this size) is reported as EFAULT
         code = errno.ENOMEM if error.errno == errno.EFAULT else error.errno
         raise OSError(code, os.strerror(code or 0)) from None
+
+
+def _without_advice(region: Region, start: int, nbytes: int) -> None:
+    if region.fd is None:
+        ctypes.memset(region.address + start, 0, nbytes)
+    else:
+        os.posix_fallocate(region.fd, start, nbytes)
 
 
 def _through_the_mapping(region: Region, start: int, nbytes: int) -> None:

@@ -1,4 +1,4 @@
-"""One memfd mapped at a 2 MiB boundary; its pages come later, range by range.
+"""Memory mapped at a 2 MiB boundary, of a memfd or of this process alone; its pages come later, range by range.
 
 `mmap.mmap` can neither choose an address nor be kept alive by the views made from it without also
 refusing to close, so the mapping is made through libc: reserve address space, then place the file in it.
@@ -67,23 +67,26 @@ def _os_error() -> OSError:
     return OSError(code, os.strerror(code))
 
 
-def _map(fd: int, size: int, writable: bool) -> _Mapping:
-    """Map a whole file shared, its first byte at a 2 MiB boundary."""
+def _map(fd: int | None, size: int, writable: bool, flags: int) -> _Mapping:
+    """Map a whole file shared, or memory without one, its first byte at a 2 MiB boundary."""
     reserved = round_up(size, PAGE) + HUGE
     base = _mmap(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
     address = round_up(base, HUGE)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+    flags |= _MAP_FIXED | _MAP_NORESERVE
+    flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED
     try:
-        _mmap(address, size, prot, mmap.MAP_SHARED | _MAP_FIXED | _MAP_NORESERVE, fd)
+        _mmap(address, size, prot, flags, -1 if fd is None else fd)
     except OSError:
         _libc.munmap(base, reserved)
         raise
     return _Mapping(address, size, reserved, base)
 
 
-def _drop(fd: int, mapping: _Mapping, locked: dict[int, Callable[[], None]]) -> None:
+def _drop(fd: int | None, mapping: _Mapping, locked: dict[int, Callable[[], None]]) -> None:
     with contextlib.ExitStack() as steps:  # last first, and each even if one before it fails
-        steps.callback(os.close, fd)
+        if fd is not None:
+            steps.callback(os.close, fd)
         steps.callback(_libc.munmap, mapping.base, mapping.reserved)
         # A hugetlb part must be unmapped at its own (2 MiB) granularity, before the reservation around it.
         steps.callback(_libc.munmap, mapping.address, mapping.size)
@@ -92,20 +95,24 @@ def _drop(fd: int, mapping: _Mapping, locked: dict[int, Callable[[], None]]) -> 
 
 
 class Region:
-    """A mapped memfd; unmapped and closed when the last slot made from it is garbage.
+    """Mapped memory; unmapped, and its memfd closed, when the last slot made from it is garbage.
 
     Attributes:
-        fd: the memfd, close-on-exec.
+        fd: the memfd, close-on-exec; None for memory of this process alone.
         address: first byte, a multiple of 2 MiB.
         size: bytes.
     """
 
-    def __init__(self, fd: int, size: int, *, writable: bool = True) -> None:
-        """Take over `fd` and map `size` bytes of it; OSError if the kernel refuses (fd is then closed)."""
+    def __init__(self, fd: int | None, size: int, *, writable: bool = True, flags: int = 0) -> None:
+        """Take over `fd` and map `size` bytes of it; OSError if the kernel refuses (fd is then closed).
+
+        `flags` are of mmap(2).
+        """
         try:
-            mapping = _map(fd, size, writable)
+            mapping = _map(fd, size, writable, flags)
         except OSError:
-            os.close(fd)
+            if fd is not None:
+                os.close(fd)
             raise
         self.fd = fd
         self.address = mapping.address
@@ -139,7 +146,9 @@ class Region:
 
     def punch(self, start: int, nbytes: int) -> None:
         """Give the pages of a range back to the kernel; it reads as zeros afterwards. OSError if refused."""
-        if _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, start, nbytes) != 0:
+        if self.fd is None:
+            self.advise(mmap.MADV_DONTNEED, start, nbytes)
+        elif _libc.fallocate(self.fd, _PUNCH_HOLE_KEEP_SIZE, start, nbytes) != 0:
             raise _os_error()
 
 

@@ -25,7 +25,7 @@ class PoolStats:
         fence_wait_s: the part of `wait_s` during which a fenced slot existed and no slot was free.
         populate_s: seconds spent on getting the memory from the kernel.
         lock_s: seconds spent on page-locking it.
-        bytes: size of the memfd.
+        bytes: size of the memory.
         waste_bytes: bytes of it that belong to no slot (rounding to pages; red zones in safety mode).
         pinned: page-locked for a device.
     """

@@ -1,4 +1,4 @@
-"""VariablePool: allocations of any size in one memfd that grows to a bound."""
+"""VariablePool: allocations of any size, in memory that grows to a bound."""
 
 import functools
 import threading
@@ -21,11 +21,11 @@ GROW_BYTES = 64 << 20  # large enough that growing is rare, small enough that th
 
 
 class VariablePool(Pool):
-    """Allocations of exact size, rounded to pages only, in one memfd.
+    """Allocations of exact size, rounded to pages only, in one piece of address space.
 
     Args:
         max_bytes: bound of the pool.
-        hugepages, pin, safety: as for HostPool.
+        hugepages, pin, shared, safety: as for HostPool.
         initial_bytes: bytes allocated here; None for all of them, so that nothing is allocated later.
         grow_bytes: bytes added at least, when nothing fits and the bound allows it.
 
@@ -37,8 +37,8 @@ class VariablePool(Pool):
     _table: RangeTable
 
     def __init__(
-        self, max_bytes: int, hugepages: str = "auto", *, pin: Registrar | None = None, safety: bool | None = None,
-        initial_bytes: int | None = None, grow_bytes: int = GROW_BYTES,
+        self, max_bytes: int, hugepages: str = "auto", *, pin: Registrar | None = None, shared: bool = True,
+        safety: bool | None = None, initial_bytes: int | None = None, grow_bytes: int = GROW_BYTES,
     ) -> None:  # fmt: skip
         first = max_bytes if initial_bytes is None else initial_bytes
         if max_bytes < 1 or grow_bytes < 1 or not 0 <= first <= max_bytes:
@@ -48,7 +48,7 @@ class VariablePool(Pool):
             raise PoolError(f"a pool of {max_bytes} bytes is not possible", needed=max_bytes)
         tracer = _trace.Tracer() if _trace.wanted(safety) else None
         size = round_up(max_bytes, PAGE)
-        backing = _ladder.build(size, hugepages, first, layout_name(size, size))
+        backing = _ladder.build(size, hugepages, first, layout_name(size, size) if shared else None)
         super().__init__(backing, pin, tracer)
         self._size = backing.size
         self._grow_bytes = round_up(grow_bytes, backing.unit)
