@@ -35,6 +35,8 @@ struct lf_engine {
   uint32_t threads;
   int may_help;
   lf_files files;
+  lf_codings codings;
+  lf_cache cache;
   lf_tally tally;
   worker caller; /* reads what no thread has begun when its turn comes */
   worker workers[];
@@ -159,6 +161,8 @@ static void prepare(struct lf_engine *e, worker *w) {
   w->gatherer.tally = &e->tally;
   w->gatherer.ring.fd = -1;
   w->gatherer.files = &e->files;
+  w->gatherer.codings = &e->codings;
+  w->gatherer.cache = &e->cache;
   w->gatherer.depth = e->options.entries;
   if (e->files.direct) {
     uint32_t places = lf_bounce_open(&w->gatherer.bounce, e->options.entries, e->options.span);
@@ -185,11 +189,13 @@ lf_engine *lf_engine_new(const lf_options *options, lf_info *info) {
   const uint32_t threads = options->threads;
   memset(info, 0, sizeof *info);
   struct lf_engine *e = calloc(1, sizeof *e + threads * sizeof(worker));
-  if (e == NULL || lf_files_open(&e->files, options) < 0) {
+  if (e == NULL || lf_files_open(&e->files, options) < 0 || lf_codings_open(&e->codings, options) < 0) {
     info->start_error = ENOMEM;
+    if (e != NULL) lf_files_close(&e->files);
     free(e);
     return NULL;
   }
+  lf_cache_open(&e->cache, options->cache_bytes);
   pthread_mutex_init(&e->lock, NULL);
   pthread_cond_init(&e->work, NULL);
   pthread_condattr_t clock;
@@ -214,13 +220,9 @@ lf_engine *lf_engine_new(const lf_options *options, lf_info *info) {
   return e;
 }
 
-int64_t lf_submit(lf_engine *e, const lf_window *window, uint32_t batch, uint64_t dst0, uint64_t row_bytes0,
-                  uint64_t dst1, uint64_t row_bytes1) {
+int64_t lf_submit(lf_engine *e, const lf_window *window, uint32_t batch, uint64_t slot) {
   int64_t ticket = atomic_load_explicit(&e->submitted, memory_order_relaxed);
-  e->jobs[ticket % JOBS] = (lf_job){.window = window,
-                                    .batch = batch,
-                                    .dst = {(uint8_t *)(uintptr_t)dst0, (uint8_t *)(uintptr_t)dst1},
-                                    .row_bytes = {row_bytes0, row_bytes1}};
+  e->jobs[ticket % JOBS] = (lf_job){.window = window, .batch = batch, .slot = (uint8_t *)(uintptr_t)slot};
   pthread_mutex_lock(&e->lock);
   atomic_store_explicit(&e->submitted, ticket + 1, memory_order_release);
   if (e->waiters > 0) pthread_cond_signal(&e->work);
@@ -271,6 +273,8 @@ void lf_engine_counters(lf_engine *e, lf_counters *out) {
   out->bytes = atomic_load_explicit(&e->tally.bytes, relaxed);
   out->busy_ns = atomic_load_explicit(&e->tally.busy_ns, relaxed);
   out->hash_ns = atomic_load_explicit(&e->tally.hash_ns, relaxed);
+  out->decoded_blocks = atomic_load_explicit(&e->tally.decoded_blocks, relaxed);
+  out->decode_ns = atomic_load_explicit(&e->tally.decode_ns, relaxed);
 }
 
 static void clean(worker *w) {
@@ -294,6 +298,8 @@ void lf_engine_free(lf_engine *e) {
   pthread_cond_destroy(&e->work);
   pthread_cond_destroy(&e->finished);
   lf_files_close(&e->files);
+  lf_cache_close(&e->cache);
+  lf_codings_close(&e->codings);
   free(e);
 }
 

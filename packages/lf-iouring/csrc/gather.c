@@ -1,33 +1,16 @@
-#define _GNU_SOURCE
 #include "gather.h"
 
 #include <errno.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/syscall.h>
-#include <sys/uio.h>
 #include <time.h>
-#include <unistd.h>
 
-#ifndef RWF_NOWAIT
-#define RWF_NOWAIT 0x00000008
-#endif
+#include "pieces.h"
 
-#define SYS_CACHESTAT 451 /* Linux 6.5; the same number on every architecture we build for */
-
-/* A read that the page cache could not serve at once. A direct one asks for whole units around its extent:
-   `head` bytes too many in front, and as many as it takes behind. */
-struct lf_piece {
-  int fd;
-  int32_t place;       /* of fd among the registered files, or -1 */
-  uint32_t row, field;
-  uint32_t done, ask;  /* bytes that landed, bytes to read */
-  uint32_t head, bytes;
-  uint64_t offset;     /* where the read starts in the file */
-  uint8_t *at;         /* and in memory */
-  uint8_t *dst;        /* where the extent belongs; differs from `at` for a read into the bounce buffer */
-  int32_t bounce;      /* place held in it, or -1 */
-  int direct;
+struct lf_row {
+  uint32_t waiting;  /* reads outstanding, of a raw row */
+  int mine;          /* this thread has to load the block */
+  lf_cached *block;  /* of a coded row, held until the row is finished */
 };
 
 uint64_t lf_now_ns(void) {
@@ -41,8 +24,8 @@ static void count(_Atomic uint64_t *counter, uint64_t by) {
 }
 
 /* The fault of the lowest row wins, so that a report does not depend on timing. */
-static void fail(lf_job *job, uint32_t kind, uint32_t row, uint32_t field, int error, uint64_t expected,
-                 uint64_t found) {
+void lf_fail(lf_job *job, uint32_t kind, uint32_t row, uint32_t field, int error, uint64_t expected,
+             uint64_t found) {
   if (job->fault.kind != LF_OK && job->fault.row <= row) return;
   job->fault = (lf_fault){kind, row, field, error, expected, found};
 }
@@ -55,245 +38,236 @@ static size_t at_field(const lf_job *job, uint32_t row, uint32_t field) {
   return (size_t)field * job->window->batches * job->window->rows + at_row(job, row);
 }
 
-/* Where the stored bytes of a field go: tokens straight to their row, bits to scratch first. */
-static uint8_t *landing(const lf_gatherer *g, const lf_job *job, uint32_t row, uint32_t field) {
-  if (field == 0) return job->dst[0] + row * job->row_bytes[0];
-  return g->packed + row * g->packed_row;
+static uint64_t used_of(const lf_job *job) { return job->window->used[job->batch]; }
+
+static uint64_t room_of(const lf_job *job, uint32_t field) {
+  return job->window->room[(size_t)field * job->window->batches + job->batch];
+}
+
+static uint8_t **stored_at(const lf_gatherer *g, const lf_job *job, uint32_t row) {
+  return g->stored + (size_t)row * job->window->fields;
+}
+
+static int is_coded(const lf_job *job, uint32_t row) { return job->window->block[at_row(job, row)] >= 0; }
+
+/* Stored bytes that cannot be read straight into the slot. */
+static int needs_scratch(const lf_job *job, uint32_t row, uint32_t field) {
+  const lf_window *w = job->window;
+  return w->place[at_field(job, row, field)] == LF_NOWHERE || (w->kind[field] & LF_BITS) != 0;
+}
+
+static int grow(void **memory, size_t *room, size_t bytes) {
+  if (bytes <= *room) return 1;
+  free(*memory);
+  *memory = malloc(bytes);
+  *room = *memory ? bytes : 0;
+  return *memory != NULL;
 }
 
 static int reserve(lf_gatherer *g, const lf_job *job) {
-  uint32_t rows = job->window->rows;
-  g->packed_row = (job->row_bytes[1] + 7) / 8;
-  if (rows > g->rows_room) {
-    free(g->pieces);
-    free(g->waiting);
-    g->pieces = malloc((size_t)rows * LF_FIELDS * sizeof *g->pieces);
-    g->waiting = malloc((size_t)rows * sizeof *g->waiting);
-    g->rows_room = g->pieces && g->waiting ? rows : 0;
-  }
-  size_t packed = g->packed_row * rows;
-  if (packed > g->packed_room) {
-    free(g->packed);
-    g->packed = malloc(packed);
-    g->packed_room = g->packed ? packed : 0;
-  }
-  return rows <= g->rows_room && packed <= g->packed_room;
-}
-
-/* An index that lies must not make us write outside the row. */
-static int extent_fits(const lf_job *job, uint32_t row, uint32_t field) {
-  uint64_t bytes = job->window->nbytes[at_field(job, row, field)];
-  uint64_t items = job->window->items[at_row(job, row)];
-  if (field == 0) return bytes <= job->row_bytes[0];
-  return items <= job->row_bytes[1] && bytes == (items + 7) / 8;
-}
-
-static void unpack_bits(uint8_t *dst, const uint8_t *bits, uint64_t items) {
-  for (uint64_t i = 0; i < items; i++) dst[i] = (bits[i >> 3] >> (i & 7)) & 1;
-}
-
-static void clear_row(const lf_job *job, uint32_t row, uint32_t fields) {
-  for (uint32_t f = 0; f < fields; f++) memset(job->dst[f] + row * job->row_bytes[f], 0, job->row_bytes[f]);
-}
-
-/* All bytes of a row are there: check the hash chained over its fields, then pad. */
-static void finish_row(lf_gatherer *g, lf_job *job, uint32_t row) {
   const lf_window *w = job->window;
-  if (w->verify) {
-    uint64_t began = g->hashed == 0 ? lf_now_ns() : 0, hash = 0;
+  size_t values = (size_t)w->rows * w->fields, scratch = 0;
+  if (w->rows > g->rows_room) {
+    free(g->rows);
+    g->rows = malloc((size_t)w->rows * sizeof *g->rows);
+    g->rows_room = g->rows ? w->rows : 0;
+  }
+  if (values > g->values_room) {
+    free(g->pieces);
+    free(g->stored);
+    g->pieces = malloc(values * sizeof *g->pieces);
+    g->stored = malloc(values * sizeof *g->stored);
+    g->values_room = g->pieces && g->stored ? values : 0;
+  }
+  for (uint32_t row = 0; row < w->rows; row++) {
+    if (w->fd[at_row(job, row)] < 0 || is_coded(job, row)) continue;
     for (uint32_t f = 0; f < w->fields; f++) {
-      hash = lf_xxh3_64(landing(g, job, row, f), w->nbytes[at_field(job, row, f)], hash);
+      if (needs_scratch(job, row, f)) scratch += w->nbytes[at_field(job, row, f)];
     }
-    if (g->hashed++ == 0) g->hash_ns = lf_now_ns() - began; /* reading the clock for each costs as much */
-    uint32_t expected = w->hash[at_row(job, row)];
-    if ((uint32_t)hash != expected) fail(job, LF_HASH, row, 0, 0, expected, (uint32_t)hash);
   }
-  uint64_t bytes = w->nbytes[at_field(job, row, 0)];
-  memset(job->dst[0] + row * job->row_bytes[0] + bytes, 0, job->row_bytes[0] - bytes);
-  if (w->fields < 2) return;
-  uint64_t items = w->items[at_row(job, row)];
-  uint8_t *mask = job->dst[1] + row * job->row_bytes[1];
-  unpack_bits(mask, landing(g, job, row, 1), items);
-  memset(mask + items, 0, job->row_bytes[1] - items);
+  return w->rows <= g->rows_room && values <= g->values_room &&
+         grow((void **)&g->scratch, &g->scratch_room, scratch);
 }
 
-static void piece_failed(lf_gatherer *g, lf_job *job, const lf_piece *p, int error) {
-  uint32_t found = p->done > p->head ? p->done - p->head : 0;
-  lf_bounce_give(&g->bounce, p->bounce);
-  fail(job, error ? LF_ERRNO : LF_SHORT, p->row, p->field, error, p->bytes, found);
+static int lies_in(uint64_t start, uint64_t bytes, uint64_t whole) {
+  return start <= whole && bytes <= whole - start;
 }
 
-static void piece_done(lf_gatherer *g, lf_job *job, const lf_piece *p) {
-  if (p->bounce >= 0) memcpy(p->dst, p->at + p->head, p->bytes);
-  lf_bounce_give(&g->bounce, p->bounce);
-  g->done.direct_reads += (uint32_t)p->direct;
-  if (--g->waiting[p->row] == 0) finish_row(g, job, p->row);
+/* An index that lies must not make us write outside the row, nor read outside its block. */
+static int value_fits(const lf_job *job, uint32_t row, uint32_t field) {
+  const lf_window *w = job->window;
+  size_t at = at_field(job, row, field);
+  uint64_t bytes = w->nbytes[at], items = w->items[at], place = w->place[at];
+  int32_t block = w->block[at_row(job, row)];
+  if (block >= 0 && !lies_in(w->offset[at], bytes, w->blocks[block].raw)) return 0;
+  uint64_t wanted = w->kind[field] & LF_BITS ? items : bytes;
+  if (w->kind[field] & LF_BITS && bytes != (items + 7) / 8) return 0;
+  if (place == LF_NOWHERE) return 1;
+  uint64_t room = w->kind[field] & LF_JOIN ? wanted : room_of(job, field);
+  return wanted <= room && lies_in(place, room, used_of(job));
 }
 
-/* Whether all of an extent is in the page cache; asking starts no read, unlike RWF_NOWAIT. */
-static int is_resident(lf_gatherer *g, const lf_piece *p) {
-  struct { uint64_t offset, bytes; } range = {p->offset, p->bytes};
-  struct { uint64_t cached, dirty, writeback, evicted, recently; } pages = {0, 0, 0, 0, 0};
-  if (g->no_cachestat) return 0;
-  if (syscall(SYS_CACHESTAT, p->fd, &range, &pages, 0) < 0) {
-    g->no_cachestat = 1; /* an older kernel, or a file we may not ask about */
+static int row_fits(lf_job *job, uint32_t row) {
+  const lf_window *w = job->window;
+  for (uint32_t f = 0; f < w->fields; f++) {
+    if (value_fits(job, row, f)) continue;
+    lf_fail(job, LF_EXTENT, row, f, 0, w->kind[f] & LF_JOIN ? used_of(job) : room_of(job, f),
+         w->nbytes[at_field(job, row, f)]);
     return 0;
   }
-  uint64_t first = p->offset / 4096, last = (p->offset + p->bytes - 1) / 4096;
-  return pages.cached * (uint64_t)sysconf(_SC_PAGESIZE) / 4096 >= last - first + 1;
-}
-
-/* Bytes that are in memory now; 0 when none are, or when only a blocking read can tell. */
-static uint32_t read_cached(lf_gatherer *g, const lf_piece *p) {
-  if (g->no_nowait) return 0;
-  struct iovec to = {p->dst, p->bytes};
-  ssize_t got = preadv2(p->fd, &to, 1, (off_t)p->offset, RWF_NOWAIT);
-  if (got < 0 && (errno == EOPNOTSUPP || errno == ENOSYS)) g->no_nowait = 1;
-  return got > 0 ? (uint32_t)got : 0;
-}
-
-/* From an extent to whole units around it. */
-static void make_direct(const lf_gatherer *g, lf_piece *p) {
-  if (!g->files->direct || p->place < 0) return;
-  p->direct = 1;
-  p->place += (int32_t)g->files->count;
-  p->fd = g->files->fds[p->place];
-  p->head = (uint32_t)(p->offset % LF_UNIT);
-  p->offset -= p->head;
-  p->done = 0;
-  p->ask = lf_round_up(p->head + p->bytes, LF_UNIT);
-}
-
-/* A row that begins and ends on units takes a read as it is; others need a place in the bounce buffer. */
-static int place_piece(lf_gatherer *g, lf_piece *p) {
-  if (!p->direct || (p->head == 0 && p->ask == p->bytes && (uintptr_t)p->dst % LF_UNIT == 0)) return 1;
-  if (p->ask > g->bounce.stride) return 0;
-  p->bounce = lf_bounce_take(&g->bounce);
-  p->at = p->bounce < 0 ? NULL : g->bounce.memory + (size_t)p->bounce * g->bounce.stride;
-  return p->bounce >= 0;
-}
-
-/* Adds what a read brought. 1: the extent is complete; 0: there is more to read; -1: the file ends here. */
-static int advance(lf_piece *p, uint32_t got) {
-  uint32_t before = p->done;
-  p->done += got;
-  if (p->done >= p->head + p->bytes) return 1;
-  if (p->direct && p->done % LF_UNIT != 0) {
-    /* A direct read stops between units at the end of the file, or may, elsewhere, for no reason. */
-    uint32_t whole = p->done - p->done % LF_UNIT;
-    if (whole == before) return -1;
-    p->done = whole;
-  }
-  return got == 0 ? -1 : 0;
-}
-
-static void read_blocking(lf_gatherer *g, lf_job *job, lf_piece *p) {
-  int state = 0;
-  while (state == 0) {
-    ssize_t got = pread(p->fd, p->at + p->done, p->ask - p->done, (off_t)(p->offset + p->done));
-    if (got < 0 && errno == EINTR) continue;
-    if (got < 0) {
-      piece_failed(g, job, p, errno);
-      return;
-    }
-    state = advance(p, (uint32_t)got);
-  }
-  if (state < 0) {
-    piece_failed(g, job, p, 0);
-    return;
-  }
-  g->done.pread_reads++;
-  piece_done(g, job, p);
-}
-
-static void queue_piece(lf_gatherer *g, lf_piece *p) {
-  lf_ring_read(&g->ring, p->fd, p->place, p->at + p->done, p->ask - p->done, p->offset + p->done,
-               (uint64_t)(p - g->pieces));
-}
-
-/* Returns 1 when the piece is finished, well or not, and 0 when it was queued again. */
-static int completed(lf_gatherer *g, lf_job *job, lf_piece *p, int32_t result) {
-  int again = result == -EAGAIN || result == -EINTR;
-  int state = again ? 0 : result < 0 ? -1 : advance(p, (uint32_t)result);
-  if (state == 0) {
-    queue_piece(g, p);
-    return 0;
-  }
-  if (state < 0) {
-    piece_failed(g, job, p, result < 0 ? -result : 0);
-    return 1;
-  }
-  g->done.ring_reads++;
-  piece_done(g, job, p);
   return 1;
 }
 
-static uint32_t start_piece(lf_gatherer *g, lf_job *job, lf_piece *p) {
-  if (place_piece(g, p)) {
-    queue_piece(g, p);
-    return 1;
-  }
-  piece_failed(g, job, p, ENOMEM);
-  return 0;
-}
-
-static void read_by_ring(lf_gatherer *g, lf_job *job, uint32_t pieces) {
-  uint32_t next = 0, flying = 0;
-  while (next < pieces || flying > 0) {
-    while (next < pieces && flying < g->depth) flying += start_piece(g, job, g->pieces + next++);
-    if (flying == 0) return;
-    int rc = lf_ring_enter(&g->ring, 1);
-    if (rc < 0 && rc != -EINTR && rc != -EAGAIN && rc != -EBUSY) {
-      /* Not seen on any kernel; the slot may still be written, so this ring is not used again. */
-      fail(job, LF_ERRNO, g->pieces[next - 1].row, 0, -rc, 0, 0);
-      g->has_ring = 0;
-      return;
-    }
-    uint64_t tag;
-    int32_t result;
-    while (lf_ring_reap(&g->ring, &tag, &result)) {
-      flying -= (uint32_t)completed(g, job, g->pieces + tag, result);
-    }
-  }
-}
-
-static int may_be_cached(lf_gatherer *g, const lf_piece *p) {
-  return g->files->direct ? is_resident(g, p) : g->has_ring;
-}
-
-/* Starts the reads of one row; what is not served at once is appended to the pieces. */
-static uint32_t start_row(lf_gatherer *g, lf_job *job, uint32_t row, uint32_t pieces) {
+static void clear_row(const lf_job *job, uint32_t row) {
   const lf_window *w = job->window;
-  int fd = w->fd[at_row(job, row)];
-  g->waiting[row] = 1; /* held until every field was looked at */
   for (uint32_t f = 0; f < w->fields; f++) {
-    if (!extent_fits(job, row, f)) {
-      fail(job, LF_EXTENT, row, f, 0, job->row_bytes[f], w->nbytes[at_field(job, row, f)]);
-      return pieces;
-    }
-    uint32_t bytes = w->nbytes[at_field(job, row, f)];
-    uint8_t *dst = landing(g, job, row, f);
-    lf_piece p = {.fd = fd, .place = lf_place_of(g->files, fd), .row = row, .field = f, .ask = bytes,
-                  .bytes = bytes, .offset = w->offset[at_field(job, row, f)], .at = dst, .dst = dst,
-                  .bounce = -1};
-    g->done.bytes += bytes;
-    if (bytes > 0 && may_be_cached(g, &p)) p.done = read_cached(g, &p);
-    if (p.done == bytes) {
-      g->done.cached_reads += bytes > 0;
-      continue;
-    }
-    g->waiting[row]++;
-    make_direct(g, &p);
-    if (g->has_ring) {
-      g->pieces[pieces++] = p;
-    } else if (place_piece(g, &p)) {
-      read_blocking(g, job, &p);
-    } else {
-      piece_failed(g, job, &p, ENOMEM);
-    }
+    uint64_t place = w->place[at_field(job, row, f)], room = room_of(job, f);
+    if (w->kind[f] & LF_JOIN || place == LF_NOWHERE) continue;
+    if (lies_in(place, room, used_of(job))) memset(job->slot + place, 0, room);
   }
-  if (--g->waiting[row] == 0) finish_row(g, job, row);
+}
+
+/* From stored bytes to the value in the slot. */
+static void put_value(const lf_job *job, uint32_t row, uint32_t field, const uint8_t *stored) {
+  const lf_window *w = job->window;
+  size_t at = at_field(job, row, field);
+  if (w->place[at] == LF_NOWHERE) return;
+  uint8_t *dst = job->slot + w->place[at];
+  uint64_t filled = w->nbytes[at];
+  if (w->kind[field] & LF_BITS) {
+    filled = w->items[at];
+    lf_unpack_bits(dst, stored, filled);
+  } else if (stored != dst) {
+    memcpy(dst, stored, filled);
+  }
+  if (!(w->kind[field] & LF_JOIN)) memset(dst + filled, 0, room_of(job, field) - filled);
+}
+
+/* All bytes of a row are there: check the hash chained over its fields, then lay them out. */
+static void finish_row(lf_gatherer *g, lf_job *job, uint32_t row) {
+  const lf_window *w = job->window;
+  uint8_t *const *stored = stored_at(g, job, row);
+  if (w->verify) {
+    uint64_t began = g->hashed == 0 ? lf_now_ns() : 0, hash = 0;
+    for (uint32_t f = 0; f < w->fields; f++) {
+      hash = lf_xxh3_64(stored[f], w->nbytes[at_field(job, row, f)], hash);
+    }
+    if (g->hashed++ == 0) g->hash_ns = lf_now_ns() - began; /* reading the clock for each costs as much */
+    uint32_t expected = w->hash[at_row(job, row)];
+    if ((uint32_t)hash != expected) lf_fail(job, LF_HASH, row, 0, 0, expected, (uint32_t)hash);
+  }
+  for (uint32_t f = 0; f < w->fields; f++) put_value(job, row, f, stored[f]);
+}
+
+/* The payload of a block has landed: check it, decode it, and let others have it. */
+static void finish_block(lf_gatherer *g, lf_job *job, uint32_t row) {
+  const lf_window *w = job->window;
+  const lf_block *block = &w->blocks[w->block[at_row(job, row)]];
+  lf_cached *entry = g->rows[row].block;
+  lf_fault fault = {.kind = LF_OK};
+  uint64_t began = lf_now_ns();
+  uint64_t hash = w->verify ? lf_xxh3_64(entry->stored, block->stored, 0) : block->hash;
+  if (hash != block->hash) {
+    fault = (lf_fault){.kind = LF_BLOCK_HASH, .expected = block->hash, .found = hash};
+  } else if (!lf_decode(&g->decoder, g->codings, block, entry->stored, entry->raw)) {
+    fault = (lf_fault){.kind = LF_DECODE, .expected = block->raw, .found = block->stored};
+  }
+  g->done.decode_ns += lf_now_ns() - began;
+  g->done.decoded_blocks++;
+  g->rows[row].mine = 0;
+  lf_cache_loaded(g->cache, entry, &fault);
+}
+
+static void block_failed(lf_gatherer *g, uint32_t row, uint32_t kind, int error, uint64_t expected,
+                         uint64_t found) {
+  lf_fault fault = {.kind = kind, .error = error, .expected = expected, .found = found};
+  g->rows[row].mine = 0;
+  lf_cache_loaded(g->cache, g->rows[row].block, &fault);
+}
+
+/* Waits for the block, then as any row. */
+static void finish_coded(lf_gatherer *g, lf_job *job, uint32_t row) {
+  const lf_window *w = job->window;
+  lf_cached *entry = g->rows[row].block;
+  if (entry == NULL) return;
+  if (g->rows[row].mine) block_failed(g, row, LF_ERRNO, EIO, w->blocks[w->block[at_row(job, row)]].stored, 0);
+  lf_cache_wait(g->cache, entry);
+  if (entry->state == LF_FAILED) {
+    lf_fail(job, entry->fault.kind, row, 0, entry->fault.error, entry->fault.expected, entry->fault.found);
+  } else {
+    for (uint32_t f = 0; f < w->fields; f++) {
+      stored_at(g, job, row)[f] = entry->raw + w->offset[at_field(job, row, f)];
+    }
+    finish_row(g, job, row);
+  }
+  lf_cache_give(g->cache, entry);
+}
+
+void lf_piece_failed(lf_gatherer *g, lf_job *job, const lf_piece *p, int error) {
+  uint32_t found = p->done > p->head ? p->done - p->head : 0, kind = error ? LF_ERRNO : LF_SHORT;
+  lf_bounce_give(&g->bounce, p->bounce);
+  if (p->whole_block) {
+    block_failed(g, p->row, kind, error, p->bytes, found);
+  } else {
+    lf_fail(job, kind, p->row, p->field, error, p->bytes, found);
+  }
+}
+
+void lf_piece_done(lf_gatherer *g, lf_job *job, const lf_piece *p) {
+  if (p->bounce >= 0) memcpy(p->dst, p->at + p->head, p->bytes);
+  lf_bounce_give(&g->bounce, p->bounce);
+  g->done.direct_reads += (uint32_t)p->direct;
+  if (p->whole_block) {
+    finish_block(g, job, p->row);
+  } else if (--g->rows[p->row].waiting == 0) {
+    finish_row(g, job, p->row);
+  }
+}
+
+static uint32_t start_block(lf_gatherer *g, lf_job *job, uint32_t row, uint32_t pieces) {
+  const lf_window *w = job->window;
+  const lf_block *block = &w->blocks[w->block[at_row(job, row)]];
+  lf_row *r = &g->rows[row];
+  r->block = lf_cache_take(g->cache, block, &r->mine);
+  if (r->block == NULL) lf_fail(job, LF_ERRNO, row, 0, ENOMEM, block->raw, 0);
+  if (r->block == NULL || !r->mine) return pieces;
+  r->block->stored = malloc(block->stored > 0 ? block->stored : 1);
+  if (r->block->stored == NULL) {
+    block_failed(g, row, LF_ERRNO, ENOMEM, block->stored, 0);
+    return pieces;
+  }
+  lf_piece p = {.fd = block->fd, .row = row, .bytes = block->stored, .offset = block->offset,
+                .dst = r->block->stored, .whole_block = 1};
+  return lf_start_read(g, job, p, pieces);
+}
+
+static uint32_t start_raw(lf_gatherer *g, lf_job *job, uint32_t row, uint32_t pieces, uint8_t **scratch) {
+  const lf_window *w = job->window;
+  uint8_t **stored = stored_at(g, job, row);
+  g->rows[row].waiting = w->fields + 1; /* held until every field was looked at */
+  for (uint32_t f = 0; f < w->fields; f++) {
+    size_t at = at_field(job, row, f);
+    stored[f] = job->slot + w->place[at];
+    if (needs_scratch(job, row, f)) {
+      stored[f] = *scratch;
+      *scratch += w->nbytes[at];
+    }
+    lf_piece p = {.fd = w->fd[at_row(job, row)], .row = row, .field = f, .bytes = w->nbytes[at],
+                  .offset = w->offset[at], .dst = stored[f]};
+    pieces = lf_start_read(g, job, p, pieces);
+  }
+  if (--g->rows[row].waiting == 0) finish_row(g, job, row);
   return pieces;
+}
+
+static uint32_t start_row(lf_gatherer *g, lf_job *job, uint32_t row, uint32_t pieces, uint8_t **scratch) {
+  g->rows[row] = (lf_row){0};
+  if (job->window->fd[at_row(job, row)] < 0) {
+    clear_row(job, row);
+    return pieces;
+  }
+  if (!row_fits(job, row)) return pieces;
+  return is_coded(job, row) ? start_block(g, job, row, pieces) : start_raw(g, job, row, pieces, scratch);
 }
 
 static void add_to_tally(lf_gatherer *g) {
@@ -304,6 +278,8 @@ static void add_to_tally(lf_gatherer *g) {
   count(&g->tally->bytes, g->done.bytes);
   count(&g->tally->busy_ns, g->done.busy_ns);
   count(&g->tally->hash_ns, g->done.hash_ns);
+  count(&g->tally->decoded_blocks, g->done.decoded_blocks);
+  count(&g->tally->decode_ns, g->done.decode_ns);
 }
 
 void lf_gather(lf_gatherer *g, lf_job *job) {
@@ -314,24 +290,23 @@ void lf_gather(lf_gatherer *g, lf_job *job) {
   g->hashed = 0;
   g->hash_ns = 0;
   if (!reserve(g, job)) {
-    fail(job, LF_ERRNO, 0, 0, ENOMEM, 0, 0);
+    lf_fail(job, LF_ERRNO, 0, 0, ENOMEM, 0, 0);
     return;
   }
-  for (uint32_t row = 0; row < w->rows; row++) {
-    if (w->fd[at_row(job, row)] < 0) {
-      clear_row(job, row, w->fields);
-    } else {
-      pieces = start_row(g, job, row, pieces);
-    }
-  }
-  if (pieces > 0) read_by_ring(g, job, pieces);
+  uint8_t *scratch = g->scratch;
+  for (uint32_t row = 0; row < w->rows; row++) pieces = start_row(g, job, row, pieces, &scratch);
+  if (pieces > 0) lf_read_by_ring(g, job, pieces);
+  /* Others may wait for blocks of ours, so ours are loaded before we wait for theirs. */
+  for (uint32_t row = 0; row < w->rows; row++) finish_coded(g, job, row);
   g->done.busy_ns = lf_now_ns() - began;
   g->done.hash_ns = g->hash_ns * g->hashed;
   add_to_tally(g);
 }
 
 void lf_gatherer_free(lf_gatherer *g) {
+  lf_decoder_close(&g->decoder);
+  free(g->rows);
   free(g->pieces);
-  free(g->waiting);
-  free(g->packed);
+  free(g->stored);
+  free(g->scratch);
 }

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -66,19 +67,6 @@ def test_every_engine_gives_identical_bytes(loader_of, digest):
         for threads in (1, 3)
     }
     assert len(set(digests.values())) == 1, digests
-
-
-def test_coded_blocks_give_the_same_batches_through_records(tmp_path, write, loader_of, digest):
-    raw, coded = (
-        lff.open_dataset(write(tmp_path / f"{codec}.loongbin", 200, (16, 64), mask=True, codec=codec, top=9))
-        for codec in ("raw", "zstd")
-    )
-    loader = loader_of(coded, epochs=1)
-    assert digest(loader) == digest(loader_of(raw, epochs=1))
-    assert loader.info().engine.name == "records"
-    assert "coded blocks" in loader.info().engine.reason
-    with pytest.raises(EngineError, match="raw codec"):
-        loader_of(coded, engine="pread")
 
 
 def copy_of(path, tmp_path):
@@ -158,13 +146,13 @@ def test_a_read_error_is_a_data_error_with_the_errno(masked_path, tmp_path, load
 
 def test_an_extent_that_lies_is_refused_before_it_is_read(masked, loader_of, engine, monkeypatch):
     reader = masked.readers[0]
-    honest = reader.extents
+    honest = reader.locations
 
-    def lying(ids, field="tokens"):
-        extents = honest(ids, field)
-        return lff.Extents(extents.offset, extents.nbytes + np.uint32(100_000), extents.hash)
+    def lying(ids):
+        found = honest(ids)
+        return replace(found, nbytes=found.nbytes + np.uint32(100_000))
 
-    monkeypatch.setattr(reader, "extents", lying)
+    monkeypatch.setattr(reader, "locations", lying)
     with pytest.raises(DataError, match="bytes"):
         next(loader_of(engine=engine))
 

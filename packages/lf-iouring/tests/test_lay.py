@@ -7,9 +7,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import lf_format as lff
 from lf_iouring import Mixture, PackPlan, _lay, packing
 from lf_iouring._batch import Layout
 from lf_iouring._compiled import lib
+from lf_iouring._layout import HeapSlot, SlotLayout
 from lf_iouring._staging import MAX_GROUPS, group_edges, stage
 from lf_iouring.packing import pack
 
@@ -17,16 +19,31 @@ needs_c = pytest.mark.skipif(lib is None, reason="no C module")
 
 
 class Documents:
-    """What `stage` needs of a data set whose blocks are coded, so that no file is looked at."""
+    """What `stage` needs of a data set; it is its own only file, at whose bytes nobody looks."""
 
-    readers = ()
-    token_dtype = np.uint16
+    path, codecs_raw, buckets = "none", True, (300,)
 
-    def __init__(self, lengths):
+    def __init__(self, lengths, masked):
         self.lengths = np.array(lengths, np.uint32)
+        self.readers = (self,)
+        mask = [lff.Field.bits("loss_mask", (-1,), "loss_mask")] if masked else []
+        self.fields = [lff.Field.tokens("tokens", "uint16"), *mask]
 
     def __len__(self):
         return len(self.lengths)
+
+    def fileno(self):
+        return 0
+
+    def codings(self):
+        return []
+
+    def locations(self, ids):
+        zeros = np.zeros(len(ids), np.uint64)
+        counts = np.stack([self.lengths[ids]] * len(self.fields))
+        return lff.Locations(
+            zeros.astype(np.int64), zeros, zeros.astype(np.uint32), counts * 0, counts * 0, counts
+        )
 
 
 @st.composite
@@ -35,15 +52,15 @@ def staged(draw):
     lengths = draw(st.lists(st.integers(0, 300), min_size=1, max_size=40).filter(any))
     capacity, rows, masked = draw(st.integers(1, 200)), draw(st.integers(1, 5)), draw(st.booleans())
     plan = PackPlan([np.array(lengths)], Mixture([1]), capacity, rows, seed=1, window=len(lengths))
-    dataset = Documents(lengths)
-    window = stage(dataset, plan.packed(0), 0, slice(0, rows), rows, raw=False, masked=masked, verify=False)
+    dataset = Documents(lengths, masked)
+    window = stage(dataset, SlotLayout(dataset), plan.packed(0), 0, slice(0, rows), rows, verify=False)
     batch = draw(st.integers(0, plan.packed(0).batches - 1))
     noise = np.random.default_rng(draw(st.integers(0, 99)))
     sources = []
     for group in window.groups:
         layout = Layout(group.reads.rows, np.dtype(np.uint16), masked)
         memory = noise.integers(0, 256, layout.slot_bytes(group.edge), np.uint8)
-        target = layout.in_array(memory, group.edge)
+        target = layout.target(HeapSlot(memory), group.edge)
         if masked:
             target.mask[...] &= 1
         sources.append(target if group.used[batch] else None)

@@ -1,12 +1,13 @@
 """Checked binary containers for training samples: .loongbin token sequences in length buckets."""
 
 from lf_format._clips import video_frames, video_sample
+from lf_format._codecs import Coding
 from lf_format._container import WriteReport
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._decision import Decision
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._fields import Field
-from lf_format._locations import Extents, Locations
+from lf_format._locations import Blocks, Extents, Locations
 from lf_format._merge import convert, merge
 from lf_format._options import CodecOptions
 from lf_format._overlap import OverlapReport, overlap
@@ -28,9 +29,11 @@ __version__ = "0.1.0"
 __all__ = [
     "DOCUMENT_END",
     "DOCUMENT_START",
+    "Blocks",
     "BucketSet",
     "ByteTokenizer",
     "CodecOptions",
+    "Coding",
     "Dataset",
     "Decision",
     "Extents",

@@ -52,6 +52,28 @@ class Locations:
     counts: npt.NDArray[np.uint32]
 
 
+@dataclass(frozen=True)
+class Blocks:
+    """Some blocks of a file, as their headers and the index describe them.
+
+    Attributes:
+        payload: where the stored payload begins in the file, uint64[b].
+        stored, raw: bytes of it, and decoded, uint64[b].
+        hash: of the stored payload, uint64[b].
+        codec: 0 raw, 1 zstd, 2 packed ids, 3 ranks and zstd, uint8[b].
+        dictionary: number of the dictionary, 0 = none, uint32[b]; index into `Reader.codings()`.
+        ids: token ids of a .loongbin block, which come first in the payload, uint32[b].
+    """
+
+    payload: npt.NDArray[np.uint64]
+    stored: npt.NDArray[np.uint64]
+    raw: npt.NDArray[np.uint64]
+    hash: npt.NDArray[np.uint64]
+    codec: npt.NDArray[np.uint8]
+    dictionary: npt.NDArray[np.uint32]
+    ids: npt.NDArray[np.uint32]
+
+
 def find(
     rows: npt.NDArray[np.int64], index: Index, first: Array, maps: Sequence[PlaneMap], counts: Sequence[Array]
 ) -> Locations:

@@ -17,7 +17,7 @@ from lf_format._codecs import RAW, Coding, decode
 from lf_format._errors import FormatError, Place
 from lf_format._fields import Field
 from lf_format._index import PlaneMap, cumulative, plane_maps
-from lf_format._locations import Extents, Locations, find
+from lf_format._locations import Blocks, Extents, Locations, find
 from lf_format._open import load, read_exact
 from lf_format._records import Record, record_hash
 from lf_format._schema import TokenizerInfo
@@ -316,6 +316,22 @@ class Reader:
         """
         rows = self._checked_ids(ids)
         return find(rows, self.opened.index, self._first, self._maps, self._counts)
+
+    def blocks(self, numbers: npt.NDArray[np.int64]) -> Blocks:
+        """What an engine needs to read and decode blocks; `numbers` int64[b] as in `locations`."""
+        index, plane, first = self.opened.index, self._maps[0].within, self._first
+        ids = (plane[first[numbers + 1]] - plane[first[numbers]]) // self.fields[0].numpy_dtype.itemsize
+        return Blocks(
+            index.block_offset[numbers] + np.uint64(lay.BLOCK_HEADER_SIZE),
+            index.block_stored[numbers], index.block_raw[numbers], index.block_hash[numbers],
+            index.block_codec[numbers], self.opened.dictionaries.of_block[numbers].astype(np.uint32),
+            ids.astype(np.uint32),
+        )  # fmt: skip
+
+    def codings(self) -> list[Coding]:
+        """What blocks without dictionary need, then those with dictionary 1, 2 and so on."""
+        dictionaries = self.opened.dictionaries
+        return [dictionaries.coding_of(n, 0, self.token_dtype) for n in range(len(dictionaries.entries) + 1)]
 
     def longest(self, field: str) -> int:
         """Most steps of the first axis that a record has of `field`; 1 for a field of a fixed shape."""

@@ -2,8 +2,10 @@
 
 from ._batch import Batch, PackedBatch
 from ._errors import DataError, EngineError, LoaderError, PlanError, StateError, WriteError
+from ._layout import Joined
 from ._packed import PackedStats
 from ._runs import BucketRuns
+from ._samples import SampleBatch
 from ._sinks import WriterInfo
 from ._stats import LoaderInfo, LoaderStats
 from .device import Backend, CudaBackend
@@ -30,6 +32,7 @@ __all__ = [
     "Extent",
     "FileInfo",
     "FileWriter",
+    "Joined",
     "LoaderError",
     "LoaderInfo",
     "LoaderStats",
@@ -45,6 +48,7 @@ __all__ = [
     "PlanError",
     "PlanSampler",
     "Sample",
+    "SampleBatch",
     "StateError",
     "Varlen",
     "WriteEngine",

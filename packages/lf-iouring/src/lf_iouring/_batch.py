@@ -7,17 +7,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from lf_memory import HostPool, Lease
+from lf_memory import Lease
 
 from ._errors import LoaderError
+from ._layout import ALIGN, HeapSlot, Slot
 from ._permute import Ids
 from .engine import Target
 from .packing import Borders
 
 Array = npt.NDArray[Any]
-Convert = Callable[[Array], Any]
-
-_ALIGN = 64  # bytes; a cache line, and what vector loads like
+Convert = Callable[[Any], Any]
 
 
 class Batch:
@@ -118,7 +117,7 @@ class PackedBatch(Batch):
 
 
 class Layout(NamedTuple):
-    """How the rows of one rank lie in a slot: tokens first, then the mask at a 64-byte boundary."""
+    """Token rows of one edge in a slot: tokens first, then the mask at a 64-byte boundary, as SlotLayout has them."""
 
     rows: int
     dtype: np.dtype[Any]
@@ -126,48 +125,29 @@ class Layout(NamedTuple):
 
     def mask_offset(self, edge: int) -> int:
         """Byte where the mask starts."""
-        return -(-self.rows * edge * self.dtype.itemsize // _ALIGN) * _ALIGN
+        return -(-self.rows * edge * self.dtype.itemsize // ALIGN) * ALIGN
 
     def slot_bytes(self, edge: int) -> int:
         """Bytes a batch of this edge takes."""
         return self.mask_offset(edge) + (self.rows * edge if self.masked else 0)
 
-    def in_slot(self, lease: Lease, edge: int) -> Target:
-        """Views of a leased slot; they keep it leased."""
+    def target(self, slot: Slot, edge: int) -> Target:
+        """Views of a slot; they keep its memory."""
         shape = (self.rows, edge)
-        tokens = lease.view(shape, self.dtype)
-        if not self.masked:
-            return Target(tokens, None, lease.address, 0)
-        at = self.mask_offset(edge)
-        return Target(tokens, lease.view(shape, np.uint8, at), lease.address, lease.address + at)
-
-    def in_array(self, memory: npt.NDArray[np.uint8], edge: int) -> Target:
-        """Views of uint8[>= slot_bytes(edge)]."""
-        shape, address = (self.rows, edge), memory.ctypes.data
-        tokens: Array = np.ndarray(shape, self.dtype, memory.data)
-        if not self.masked:
-            return Target(tokens, None, address, 0)
-        at = self.mask_offset(edge)
-        return Target(tokens, np.ndarray(shape, np.uint8, memory.data, at), address, address + at)
+        tokens = slot.view(shape, self.dtype)
+        return Target(tokens, slot.view(shape, np.uint8, self.mask_offset(edge)) if self.masked else None)
 
     def on_heap(self, edge: int) -> Target:
         """The same in fresh memory."""
-        tokens = np.empty((self.rows, edge), self.dtype)
-        mask = np.empty((self.rows, edge), np.uint8) if self.masked else None
-        return Target(tokens, mask, tokens.ctypes.data, 0 if mask is None else mask.ctypes.data)
+        return self.target(HeapSlot(self.slot_bytes(edge)), edge)
 
 
-def layout_of(dataset: Any, rows: int) -> Layout:
-    """The layout for `rows` rows of an lf-format data set; LoaderError for fields this version cannot read."""
+def token_rows(dataset: Any, rows: int) -> Layout:
+    """`rows` packed rows of a data set of token ids; LoaderError for one with other fields."""
     names = [field.name for field in dataset.fields]
     if names not in (["tokens"], ["tokens", "loss_mask"]):
-        raise LoaderError(f"fields {names}: this version reads tokens, or tokens and loss_mask")
-    return Layout(rows, np.dtype(dataset.token_dtype), len(names) == 2)
-
-
-def make_pool(layout: Layout, edges: tuple[int, ...], slots: int, hugepages: str) -> HostPool:
-    """A pool whose slots hold a batch of the largest edge."""
-    return HostPool(layout.slot_bytes(max(edges)), slots, hugepages)
+        raise LoaderError(f"fields {names}: pack= lays tokens, or tokens and loss_mask, into rows")
+    return Layout(rows, np.dtype(dataset.token_dtype), True)
 
 
 def converter(return_type: str) -> Convert:

@@ -74,8 +74,15 @@ def files_of(dataset: Any) -> Files:
     readers = dataset.readers
     fds = tuple(int(reader.fileno()) for reader in readers)
     size = sum(os.fstat(fd).st_size for fd in fds)
-    span = max(dataset.buckets) * dataset.token_dtype.itemsize
+    span = max(_span(reader) for reader in readers)
     return Files(fds, tuple(str(reader.path) for reader in readers), size, span)
+
+
+def _span(reader: Any) -> int:
+    """Bytes of the longest read of one file: a field of a record, or a coded block."""
+    index = reader.opened.index
+    longest: int = max(field.nbytes_of(reader.longest(field.name)) for field in reader.fields)
+    return max(longest, int(index.block_stored[index.block_codec != 0].max(initial=0)))
 
 
 def memory_limit() -> int:

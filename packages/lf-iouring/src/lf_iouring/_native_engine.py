@@ -9,9 +9,18 @@ import numpy as np
 
 from ._direct import Files
 from ._errors import EngineError
+from ._layout import Slot
 from ._native import ffi, lib
 from ._reads import Reads
-from .engine import Array, Counters, EngineInfo, Target, errno_text, short_read, wrong_hash
+from .engine import (
+    Array,
+    Counters,
+    EngineInfo,
+    errno_text,
+    short_read,
+    wrong_extent,
+    wrong_hash,
+)
 
 _MAX_REGISTERED = 1 << 30  # bytes; the kernel takes no larger buffer
 _WAIT_MS = 100  # how often a waiting thread looks for signals
@@ -35,11 +44,12 @@ class NativeEngine:
     """See Engine. `by_name` tells the report whether the user chose."""
 
     def __init__(
-        self, threads: int, pool: Array, files: Files, io_reason: str, depth: int, *,
+        self, threads: int, pool: Array, dataset: Any, files: Files, io_reason: str, depth: int, cache_bytes: int, *,
         want_ring: bool, by_name: bool,
     ) -> None:  # fmt: skip
         report = ffi.new("lf_info *")
         fds = ffi.new("int32_t[]", [*files.fds, *files.direct])
+        codings, kept = _codings(dataset)
         options = ffi.new(
             "lf_options *",
             {
@@ -52,6 +62,9 @@ class NativeEngine:
                 "fds": fds,
                 "pool": int(pool.ctypes.data),
                 "pool_bytes": pool.nbytes if pool.nbytes <= _MAX_REGISTERED else 0,
+                "codings": codings,
+                "coding_count": len(codings),
+                "cache_bytes": cache_bytes,
             },
         )
         self._handle = lib.lf_engine_new(options, report)
@@ -61,25 +74,23 @@ class NativeEngine:
         info = _describe(report, threads, want_ring, by_name)
         self._info = replace(info, io="direct" if files.direct else "buffered", io_reason=io_reason)
         # Memory that C threads may write: it must outlive them, also when nobody calls close().
-        self._flying: dict[int, tuple[Reads, int, Target, Any]] = {}
+        self._flying: dict[int, tuple[Reads, int, Slot, Any]] = {}
         # The C view of the newest window; consecutive batches share it.
         self._window: tuple[Reads, Any] | None = None
         self._fault = ffi.new("lf_fault *")
         self._last = Counters()
         self._closed = False
-        self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, pool, files)
+        self._finalizer = weakref.finalize(
+            self, _free, self._handle, os.getpid(), self._flying, (pool, codings, kept), files
+        )
 
-    def submit(self, reads: Reads, batch: int, target: Target) -> int:
+    def submit(self, reads: Reads, batch: int, slot: Slot) -> int:
         """See Engine."""
         window = self._window
         if window is None or window[0] is not reads:
             window = self._window = (reads, _to_c(reads))
-        tokens, mask, address, mask_address = target
-        mask_bytes = 0 if mask is None else mask.strides[0]
-        ticket: int = lib.lf_submit(
-            self._live(), window[1][0], batch, address, tokens.strides[0], mask_address, mask_bytes
-        )
-        self._flying[ticket] = (reads, batch, target, window)
+        ticket: int = lib.lf_submit(self._live(), window[1][0], batch, slot.address)
+        self._flying[ticket] = (reads, batch, slot, window)
         return ticket
 
     def wait(self, ticket: int) -> None:
@@ -118,21 +129,50 @@ class NativeEngine:
 
 
 def _to_c(reads: Reads) -> tuple[Any, ...]:
+    places = reads.places
     arrays = {
         "fd": ("int32_t[]", reads.fd),
+        "block": ("int32_t[]", reads.block),
+        "hash": ("uint32_t[]", reads.hash),
         "offset": ("uint64_t[]", reads.offset),
         "nbytes": ("uint32_t[]", reads.nbytes),
-        "hash": ("uint32_t[]", reads.hash),
         "items": ("uint32_t[]", reads.items),
+        "place": ("uint64_t[]", places.place),
+        "room": ("uint64_t[]", places.room),
+        "used": ("uint64_t[]", places.used),
+        "kind": ("uint8_t[]", reads.kinds),
+        "blocks": ("lf_block[]", reads.blocks),
     }
     window = ffi.new("lf_window *")
     views = [ffi.from_buffer(kind, np.ascontiguousarray(array)) for kind, array in arrays.values()]
     for name, view in zip(arrays, views, strict=True):
         setattr(window, name, view)
-    window.batches, window.rows = reads.ids.shape
+    window.batches, window.rows = reads.records.shape
     window.fields = reads.fields
     window.verify = reads.verify
     return (window, *views)
+
+
+def _codings(dataset: Any) -> tuple[Any, list[Any]]:
+    """lf_coding[] of all files in order, and what it points to."""
+    every = [(coding, reader.vocab_size) for reader in dataset.readers for coding in reader.codings()]
+    table, kept = ffi.new("lf_coding[]", len(every)), []
+    for entry, (coding, vocabulary) in zip(table, every, strict=True):
+        entry.bits, entry.width, entry.vocabulary = coding.bits, coding.dtype.itemsize, vocabulary
+        if coding.dictionary is not None:
+            content = ffi.from_buffer("uint8_t[]", coding.dictionary.as_bytes())
+            entry.dictionary, entry.dictionary_bytes = content, len(content)
+            kept.append(content)
+        if coding.table is not None:
+            ranks = ffi.from_buffer("uint32_t[]", np.ascontiguousarray(coding.table, "<u4"))
+            entry.table = ranks
+            kept.append(ranks)
+    return table, kept
+
+
+def zstd_version() -> int:
+    """Number of the libzstd found at run time, as 10000 * major + 100 * minor + release; 0 without one."""
+    return int(lib.lf_zstd_version())
 
 
 def open_direct(files: Files) -> tuple[Files, tuple[str, str]]:
@@ -147,20 +187,21 @@ def open_direct(files: Files) -> tuple[Files, tuple[str, str]]:
     return replace(files, direct=tuple(opened)), ("", "")
 
 
-def _free(handle: Any, pid: int, flying: dict[int, Any], pool: Array, files: Files) -> None:
+def _free(handle: Any, pid: int, flying: dict[int, Any], kept: Any, files: Files) -> None:
     if os.getpid() == pid:
         lib.lf_engine_free(handle)
     else:
         lib.lf_engine_abandon(handle)
     flying.clear()
     files.close()
+    del kept
 
 
 def _counters(handle: Any) -> Counters:
     c = ffi.new("lf_counters *")
     lib.lf_engine_counters(handle, c)
     reads = (c.cached_reads, c.direct_reads, c.ring_reads, c.pread_reads)
-    return Counters(*reads, c.bytes, c.busy_ns / 1e9, c.hash_ns / 1e9)
+    return Counters(*reads, c.bytes, c.busy_ns / 1e9, c.hash_ns / 1e9, c.decoded_blocks, c.decode_ns / 1e9)
 
 
 def _error(reads: Reads, batch: int, kind: int, fault: Any) -> Exception:
@@ -170,8 +211,12 @@ def _error(reads: Reads, batch: int, kind: int, fault: Any) -> Exception:
     if kind == lib.LF_SHORT:
         return short_read(reads, batch, row, field, fault.expected, fault.found)
     if kind == lib.LF_EXTENT:
-        expected = f"a field of at most {fault.expected} bytes that agrees with the record's length"
-        return reads.error(batch, row, field, expected, f"{fault.found} bytes")
+        return wrong_extent(reads, batch, row, field, fault.expected, fault.found)
+    if kind == lib.LF_BLOCK_HASH:
+        return reads.error(batch, row, 0, f"block hash 0x{fault.expected:016x}", f"0x{fault.found:016x}")
+    if kind == lib.LF_DECODE:
+        expected = f"a block of {fault.expected} bytes"
+        return reads.error(batch, row, 0, expected, f"{fault.found} stored bytes that do not decode to that")
     return reads.error(batch, row, field, f"{fault.expected} bytes", errno_text(fault.error))
 
 

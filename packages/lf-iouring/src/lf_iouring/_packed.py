@@ -14,6 +14,7 @@ from ._ahead import Ahead
 from ._batch import Convert, Layout, PackedBatch
 from ._errors import LoaderError
 from ._lay import lay, mask_of
+from ._layout import HeapSlot, SlotLayout
 from ._staging import MAX_GROUPS, Group, Staged, stage
 from ._stats import LoaderStats
 from .engine import MAX_FLYING, Array, Engine, Target
@@ -63,14 +64,14 @@ class PackedPipeline:
 
     def __init__(
         self, dataset: Any, plan: PackPlan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
-        convert: Convert, *, raw: bool, verify: bool, prefetch: int, epochs: int | None,
+        convert: Convert, *, verify: bool, prefetch: int, epochs: int | None,
     ) -> None:  # fmt: skip
         self.pool, self.engine = pool, engine
         self.batches = self.tokens = self.overflow = self.segments = 0
         self.wait_s = self.plan_s = self.gather_s = self.stage_s = 0.0
         self._plan, self._layout, self._convert = plan, layout, convert
         self._masked = "loss_mask" in [field.name for field in dataset.fields]
-        staging = functools.partial(_stage, dataset, plan, rows, raw=raw, masked=self._masked, verify=verify)
+        staging = functools.partial(_stage, dataset, SlotLayout(dataset), plan, rows, verify=verify)
         self._staged = Ahead(staging, _KEPT, ahead=1)
         self._prefetch, self._epochs = prefetch, epochs
         self._flying: deque[_Flight] = deque()
@@ -158,8 +159,8 @@ class PackedPipeline:
     def _submit(self, group: Group, at: int) -> _Read:
         layout = Layout(group.reads.rows, self._layout.dtype, self._masked)
         memory = self._take(layout.slot_bytes(group.edge))
-        target = layout.in_array(memory, group.edge)
-        return _Read(self.engine.submit(group.reads, at, target), target, memory)
+        slot = HeapSlot(memory)
+        return _Read(self.engine.submit(group.reads, at, slot), layout.target(slot, group.edge), memory)
 
     def _take(self, nbytes: int) -> Array:
         """Staging memory: the smallest spare piece that fits, else a new one."""
@@ -180,7 +181,7 @@ class PackedPipeline:
         if lease is None:
             self.overflow += 1
         edge = self._plan.capacity
-        target = self._layout.on_heap(edge) if lease is None else self._layout.in_slot(lease, edge)
+        target = self._layout.on_heap(edge) if lease is None else self._layout.target(lease, edge)
         sources = [None if read is None else read.target for read in flight.reads]
         borders = lay(flight.staged, flight.at, sources, target)
         for read in flight.reads:
@@ -202,7 +203,7 @@ class PackedPipeline:
 
 
 def _stage(
-    dataset: Any, plan: PackPlan, rows: slice, window: int, *, raw: bool, masked: bool, verify: bool
+    dataset: Any, layout: SlotLayout, plan: PackPlan, rows: slice, window: int, *, verify: bool
 ) -> Staged:
     packed, epoch = plan.packed(window), plan.epoch_of(window)
-    return stage(dataset, packed, epoch, rows, plan.global_batch, raw=raw, masked=masked, verify=verify)
+    return stage(dataset, layout, packed, epoch, rows, plan.global_batch, verify=verify)

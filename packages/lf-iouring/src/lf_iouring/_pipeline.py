@@ -6,12 +6,17 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from lf_memory import HostPool, Lease
 
-from ._batch import Batch, Convert, Layout
+from ._batch import Batch, Convert
 from ._errors import LoaderError
+from ._layout import HeapSlot, Slot, SlotLayout
+from ._permute import Ids
 from ._reads import Reads, locate
-from .engine import Engine, Target
+from ._samples import SampleBatch
+from .engine import Engine
 from .mix_plan import MixPlan
 from .plan import Plan
 
@@ -28,15 +33,18 @@ class _Window:
     first: int
     epochs: list[int]
     edges: list[int]
-    reads: Reads
+    ids: Ids
+    lengths: Ids
     tokens: list[int]
+    starts: list[list[int]]
+    reads: Reads
 
 
 @dataclass(slots=True, eq=False)
 class _Flight:
     window: _Window
     at: int
-    target: Target
+    slot: Slot
     lease: Lease | None
     ticket: int
 
@@ -48,8 +56,8 @@ class Pipeline:
     """
 
     def __init__(
-        self, dataset: Any, plan: Plan | MixPlan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
-        convert: Convert, *, raw: bool, verify: bool, prefetch: int,
+        self, dataset: Any, plan: Plan | MixPlan, rows: slice, layout: SlotLayout, pool: HostPool, engine: Engine,
+        convert: Convert, *, verify: bool, prefetch: int,
     ) -> None:  # fmt: skip
         self.pool = pool
         self.engine = engine
@@ -58,9 +66,10 @@ class Pipeline:
         self._dataset = dataset
         self._plan = plan
         self._rows = rows
+        self._row_count = rows.stop - rows.start
         self._layout = layout
+        self._plain = all(field.name in ("tokens", "loss_mask") for field in dataset.fields)
         self._convert = convert
-        self._raw = raw
         self._verify = verify
         self._prefetch = prefetch
         self._flying: deque[_Flight] = deque()
@@ -119,29 +128,45 @@ class Pipeline:
     def _start(self, lease: Lease | None) -> None:
         window = self._window_at(self._next)
         at = self._next - window.first
-        edge = window.edges[at]
-        target = self._layout.on_heap(edge) if lease is None else self._layout.in_slot(lease, edge)
+        slot: Slot
         if lease is None:
+            slot = HeapSlot(int(window.reads.places.used[at]))
             self._note_overflow()
-        ticket = self.engine.submit(window.reads, at, target)
-        self._flying.append(_Flight(window, at, target, lease, ticket))
+        else:
+            slot = lease
+        ticket = self.engine.submit(window.reads, at, slot)
+        self._flying.append(_Flight(window, at, slot, lease, ticket))
         self._next += 1
 
     def _deliver(self, flight: _Flight) -> Batch:
-        window, at, target = flight.window, flight.at, flight.target
+        window, at = flight.window, flight.at
         self.batches += 1
         self.tokens += window.tokens[at]
-        convert = self._convert
-        return Batch(
-            convert(target.tokens),
-            None if target.mask is None else convert(target.mask),
-            window.reads.lengths[at],
-            window.reads.ids[at],
+        rest = (
+            window.lengths[at],
+            window.ids[at],
             window.first + at,
             window.epochs[at],
             flight.lease,
-            convert,
+            self._convert,
         )
+        if self._plain:
+            tokens, mask = self._token_views(flight)
+            return Batch(tokens, mask, *rest)
+        offsets = {name: ends[at] for name, ends in window.reads.places.offsets.items()}
+        starts = window.starts[at]
+        used = int(window.reads.places.used[at])
+        return SampleBatch(self._layout, flight.slot, starts, offsets, window.edges[at], used, *rest)
+
+    def _token_views(self, flight: _Flight) -> tuple[Any, Any]:
+        """Tokens, and the loss mask or None."""
+        shape = (self._row_count, flight.window.edges[flight.at])
+        starts, convert = flight.window.starts[flight.at], self._convert
+        views = [
+            convert(flight.slot.view(shape, value.dtype, start))
+            for value, start in zip(self._layout.values, starts, strict=True)
+        ]
+        return views[0], (views[1] if len(views) == 2 else None)
 
     def _window_at(self, step: int) -> _Window:
         window = self._window
@@ -151,17 +176,19 @@ class Pipeline:
 
     def _planned(self, step: int) -> _Window:
         began = time.perf_counter()
-        count = max(1, min(_WINDOW_STEPS, _WINDOW_ROWS // self._layout.rows))
+        count = max(1, min(_WINDOW_STEPS, _WINDOW_ROWS // self._row_count))
         window = self._plan.window(step, count, self._rows)
-        reads = locate(
-            self._dataset, window.ids, raw=self._raw, masked=self._layout.masked, verify=self._verify
-        )
+        reads = locate(self._dataset, self._layout, window.ids, window.edge, verify=self._verify)
+        lengths = _lengths(self._dataset.lengths, window.ids)
         planned = _Window(
             first=step,
             epochs=window.epoch.tolist(),
             edges=window.edge.tolist(),
+            ids=window.ids,
+            lengths=lengths,
+            tokens=lengths.sum(axis=1).tolist(),
+            starts=reads.places.start.T.tolist(),
             reads=reads,
-            tokens=reads.lengths.sum(axis=1).tolist(),
         )
         self.plan_s += time.perf_counter() - began
         return planned
@@ -174,3 +201,9 @@ class Pipeline:
                 "Release batches, or raise prefetch_factor",
                 self.pool.slots,
             )
+
+
+def _lengths(lengths: Any, ids: Ids) -> Ids:
+    """Tokens of records, 0 for an id of -1; int64 like `ids`."""
+    found: Ids = np.where(ids < 0, 0, lengths[np.maximum(ids, 0)]).astype(np.int64)
+    return found

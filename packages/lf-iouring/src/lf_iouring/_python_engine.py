@@ -1,10 +1,9 @@
-"""Engines in Python threads: plain preadv, and record by record through lf-format."""
+"""The engine in Python threads: preadv for raw blocks, lf-format for coded ones."""
 
 import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
@@ -15,29 +14,32 @@ import xxhash
 from lf_format import FormatError
 
 from ._errors import DataError, EngineError
+from ._layout import BITS, JOIN, NOWHERE, Slot
 from ._reads import Reads
-from .engine import Counters, EngineInfo, Target, errno_text, short_read, wrong_hash
+from .engine import Counters, EngineInfo, errno_text, short_read, wrong_extent, wrong_hash
 
 Bytes = npt.NDArray[np.uint8]
 
 
-class _ThreadedEngine:
-    """Tickets, threads and counters; subclasses fill one row."""
+class PythonEngine:
+    """See Engine; works everywhere, also without the C module."""
 
-    def __init__(self, name: str, threads: int, reason: str) -> None:
-        self._info = EngineInfo(name, reason, threads)
-        self._threads = ThreadPoolExecutor(threads, f"lf-{name}")
+    def __init__(self, threads: int, reason: str, dataset: Any) -> None:
+        self._info = EngineInfo("python", reason, threads)
+        self._dataset = dataset
+        self._names = [field.name for field in dataset.fields]
+        self._threads = ThreadPoolExecutor(threads, "lf-python")
         self._tickets = itertools.count()
         self._flying: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
         self._reads = self._bytes = 0
         self._busy_s = self._hash_s = 0.0
 
-    def submit(self, reads: Reads, batch: int, target: Target) -> int:
+    def submit(self, reads: Reads, batch: int, slot: Slot) -> int:
         """See Engine."""
         ticket = next(self._tickets)
         try:
-            self._flying[ticket] = self._threads.submit(self._gather, reads, batch, target)
+            self._flying[ticket] = self._threads.submit(self._gather, reads, batch, slot)
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
         return ticket
@@ -66,18 +68,40 @@ class _ThreadedEngine:
         """See Engine."""
         self._flying.clear()
 
-    def _gather(self, reads: Reads, batch: int, target: Target) -> None:
+    def _gather(self, reads: Reads, batch: int, slot: Slot) -> None:
         began = time.perf_counter()
+        memory = slot.view((int(reads.places.used[batch]),), np.uint8)
         for row in range(reads.rows):
-            if reads.ids[batch, row] < 0:
-                _clear(target, row, 0)
+            at = batch * reads.rows + row
+            if reads.fd[at] < 0:
+                _clear(reads, batch, row, memory)
+            elif reads.block[at] < 0:
+                self._raw_row(reads, batch, row, memory)
             else:
-                self._row(reads, batch, row, target)
+                self._coded_row(reads, batch, row, memory)
         with self._lock:
             self._busy_s += time.perf_counter() - began
 
-    def _row(self, reads: Reads, batch: int, row: int, target: Target) -> None:
-        raise NotImplementedError
+    def _raw_row(self, reads: Reads, batch: int, row: int, memory: Bytes) -> None:
+        at = batch * reads.rows + row
+        parts = [_read(reads, batch, row, field) for field in range(reads.fields)]
+        hash_s = _verify(reads, batch, row, parts) if reads.verify else 0.0
+        for field, part in enumerate(parts):
+            items = int(reads.items[field, at])
+            if reads.kinds[field] & BITS:
+                if part.size != -(-items // 8):
+                    raise wrong_extent(reads, batch, row, field, -(-items // 8), part.size)
+                part = np.unpackbits(part, count=items, bitorder="little")
+            _put(reads, batch, row, field, part, memory)
+        self._count(len(parts), sum(part.size for part in parts), hash_s)
+
+    def _coded_row(self, reads: Reads, batch: int, row: int, memory: Bytes) -> None:
+        """lf-format decodes and checks the record."""
+        record = _checked_record(self._dataset, int(reads.records[batch, row]))
+        for field, name in enumerate(self._names):
+            value = np.ascontiguousarray(record[name]).reshape(-1).view(np.uint8)
+            _put(reads, batch, row, field, value, memory)
+        self._count(1, sum(record[name].nbytes for name in self._names), 0.0)
 
     def _count(self, extents: int, nbytes: int, hash_s: float) -> None:
         with self._lock:
@@ -86,75 +110,42 @@ class _ThreadedEngine:
             self._hash_s += hash_s
 
 
-class PythonEngine(_ThreadedEngine):
-    """Blocking preadv calls in Python threads; works everywhere, also without the C module."""
-
-    def __init__(self, threads: int, reason: str) -> None:
-        super().__init__("python", threads, reason)
-
-    def _row(self, reads: Reads, batch: int, row: int, target: Target) -> None:
-        at = batch * reads.rows + row
-        length = int(reads.items[at])
-        tokens = target.tokens[row].view(np.uint8)
-        parts = [tokens[: int(reads.nbytes[0, at])]]
-        if reads.fields > 1:
-            parts.append(np.empty(int(reads.nbytes[1, at]), np.uint8))
-        for field, part in enumerate(parts):
-            _check_extent(reads, batch, row, field, target, part.size)
-            _read(reads, batch, row, field, part)
-        hash_s = _verify(reads, batch, row, parts) if reads.verify else 0.0
-        _clear(target, row, length)
-        if target.mask is not None:
-            target.mask[row, :length] = np.unpackbits(parts[1], count=length, bitorder="little")
-        self._count(len(parts), sum(part.size for part in parts), hash_s)
-
-
-class RecordEngine(_ThreadedEngine):
-    """For coded blocks: lf-format decodes and checks one record at a time."""
-
-    def __init__(self, threads: int, reason: str, dataset: Any) -> None:
-        super().__init__("records", threads, reason)
-        self._record: Callable[[int], Any] = dataset.record
-
-    def _row(self, reads: Reads, batch: int, row: int, target: Target) -> None:
-        number = int(reads.ids[batch, row])
-        record = _checked_record(self._record, number)
-        length = len(record.tokens)
-        target.tokens[row, :length] = record.tokens
-        if target.mask is not None:
-            target.mask[row, :length] = record.loss_mask
-        _clear(target, row, length)
-        self._count(1, record.tokens.nbytes, 0.0)
-
-
-def _checked_record(record: Callable[[int], Any], number: int) -> Any:
+def _checked_record(dataset: Any, number: int) -> Any:
     """A record, with lf-format's errors turned into DataError; other errors pass."""
     try:
-        return record(number)
+        return dataset.record(number)
     except FormatError as error:
         path, offset = str(getattr(error, "path", "?")), int(getattr(error, "offset", None) or 0)
-        expected, found = str(getattr(error, "expected", "")), str(getattr(error, "found", error))
-        raise DataError(path, number, offset, expected, found) from error
+        expected = f"{getattr(error, 'what', '')}: {getattr(error, 'expected', '')}"
+        raise DataError(path, number, offset, expected, str(getattr(error, "found", error))) from error
 
 
-def _clear(target: Target, row: int, length: int) -> None:
-    """Zero everything after the first `length` tokens of a row."""
-    target.tokens[row, length:] = 0
-    if target.mask is not None:
-        target.mask[row, length:] = 0
+def _clear(reads: Reads, batch: int, row: int, memory: Bytes) -> None:
+    """Zeros for every value of an empty row."""
+    for field in range(reads.fields):
+        _put(reads, batch, row, field, np.zeros(0, np.uint8), memory)
 
 
-def _check_extent(reads: Reads, batch: int, row: int, field: int, target: Target, nbytes: int) -> None:
+def _put(reads: Reads, batch: int, row: int, field: int, value: Bytes, memory: Bytes) -> None:
+    """A delivered value to its place, with zeros up to its room."""
+    place = reads.places.place[field, batch * reads.rows + row]
+    if place == NOWHERE:
+        return
+    room = value.size if reads.kinds[field] & JOIN else int(reads.places.room[field, batch])
+    target = memory[int(place) : int(place) + room]
+    if value.size > room or target.size < room:
+        raise wrong_extent(reads, batch, row, field, room, value.size)
+    target[: value.size] = value
+    target[value.size :] = 0
+
+
+def _read(reads: Reads, batch: int, row: int, field: int) -> Bytes:
+    """Stored bytes of one field."""
     at = batch * reads.rows + row
-    length = int(reads.items[at])
-    want = length * target.tokens.itemsize if field == 0 else -(-length // 8)
-    if int(reads.nbytes[field, at]) != want or nbytes != want or length > target.tokens.shape[1]:
-        found = f"{int(reads.nbytes[field, at])} bytes"
-        raise reads.error(batch, row, field, f"{want} bytes for {length} tokens", found)
-
-
-def _read(reads: Reads, batch: int, row: int, field: int, part: Bytes) -> None:
-    at = batch * reads.rows + row
+    size, room = int(reads.nbytes[field, at]), int(reads.places.room[field, batch])
+    if size > room and reads.places.place[field, at] != NOWHERE and not reads.kinds[field] & JOIN:
+        raise wrong_extent(reads, batch, row, field, room, size)
+    part = np.empty(size, np.uint8)
     fd, offset, done = int(reads.fd[at]), int(reads.offset[field, at]), 0
     while done < part.size:
         try:
@@ -165,6 +156,7 @@ def _read(reads: Reads, batch: int, row: int, field: int, part: Bytes) -> None:
         if got == 0:
             raise short_read(reads, batch, row, field, part.size, done)
         done += got
+    return part
 
 
 def _verify(reads: Reads, batch: int, row: int, parts: list[Bytes]) -> float:

@@ -1,5 +1,6 @@
-"""Where the rows of consecutive batches lie on disk: plain arrays that every engine understands."""
+"""Where the rows of consecutive batches lie on disk and in their slots: plain arrays that every engine reads."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -8,90 +9,112 @@ import numpy as np
 import numpy.typing as npt
 
 from ._errors import DataError
+from ._layout import Places, SlotLayout
 from ._permute import Ids
 
-FIELDS = ("tokens", "loss_mask")  # in the order of the record hash
+# of csrc/lf_native.cdef
+BLOCK = np.dtype(
+    [
+        ("offset", "<u8"), ("hash", "<u8"), ("raw", "<u8"), ("stored", "<u4"), ("fd", "<i4"),
+        ("codec", "<u4"), ("coding", "<u4"), ("ids", "<u4"), ("reserved", "<u4"),
+    ]
+)  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
 class Reads:
-    """Extents of k batches of r rows, row after row.
+    """Extents of k batches of r records; n = k * r.
 
     Attributes:
-        ids: int64[k, r] record ids, -1 for an empty row.
-        lengths: int64[k, r] tokens in each row.
-        fd: int32[k * r] descriptor, -1 for an empty row.
-        offset: uint64[f, k * r] byte in the file where field f of the row starts.
-        nbytes: uint32[f, k * r] bytes of it.
-        hash: uint32[k * r] record hash over the fields in order.
-        items: uint32[k * r] tokens again, as the engines want them.
+        records: int64[k, r] record ids, -1 for an empty one.
+        fd: int32[n] descriptor, -1 for an empty record.
+        block: int32[n] place in `blocks`, -1 for a record in a raw block.
+        hash: uint32[n] record hash over all fields in order.
+        offset: uint64[fields, n] byte where the field starts, in the file or in the decoded payload.
+        nbytes: uint32[fields, n] bytes of it as stored.
+        items: uint32[fields, n] values of it.
+        kinds: uint8[fields] see SlotLayout.
+        places: where it all goes.
+        blocks: BLOCK[b] coded blocks.
         paths: file of each descriptor.
         verify: whether hashes are checked.
     """
 
-    ids: Ids
-    lengths: Ids
+    records: Ids
     fd: npt.NDArray[np.int32]
+    block: npt.NDArray[np.int32]
+    hash: npt.NDArray[np.uint32]
     offset: npt.NDArray[np.uint64]
     nbytes: npt.NDArray[np.uint32]
-    hash: npt.NDArray[np.uint32]
     items: npt.NDArray[np.uint32]
+    kinds: npt.NDArray[np.uint8]
+    places: Places
+    blocks: npt.NDArray[Any]
     paths: dict[int, str]
     verify: bool
 
     @property
     def rows(self) -> int:
-        """Rows of a batch."""
-        return int(self.ids.shape[1])
+        """Records of a batch."""
+        return int(self.records.shape[1])
 
     @property
     def fields(self) -> int:
-        """Number of fields: 1, or 2 with a loss mask."""
+        """Number of stored fields."""
         return len(self.offset)
 
     def error(self, batch: int, row: int, field: int, expected: str, found: str) -> DataError:
-        """A DataError about one row of one batch."""
+        """A DataError about one record of one batch."""
         at = batch * self.rows + row
+        block = int(self.block[at])
+        offset = self.blocks["offset"][block] if block >= 0 else self.offset[field, at]
         path = self.paths.get(int(self.fd[at]), "?")
-        return DataError(path, int(self.ids[batch, row]), int(self.offset[field, at]), expected, found)
+        return DataError(path, int(self.records[batch, row]), int(offset), expected, found)
 
 
-def locate(dataset: Any, ids: Ids, *, raw: bool, masked: bool, verify: bool) -> Reads:
-    """Look up the extents of `ids` int64[k, r] in an lf-format data set.
+def locate(dataset: Any, layout: SlotLayout, ids: Ids, edges: Ids, *, verify: bool) -> Reads:
+    """Look up k batches of r rows in an lf-format data set.
 
-    Data sets with coded blocks have no extents: everything but ids and lengths is then zero.
+    Args:
+        ids: int64[k, r] records, -1 for an empty row.
+        edges: int64[k] length that token ids are padded to.
     """
-    flat = ids.reshape(-1)
-    filled = np.flatnonzero(flat >= 0)
-    lengths = np.zeros(flat.shape, np.int64)
-    lengths[filled] = dataset.lengths[flat[filled]]
-    fields = FIELDS[: 2 if masked else 1]
-    fd = np.full(flat.shape, -1, np.int32)
-    offset = np.zeros((len(fields), flat.size), np.uint64)
-    nbytes = np.zeros((len(fields), flat.size), np.uint32)
-    hashes = np.zeros(flat.shape, np.uint32)
+    records = layout.records(ids)
+    flat = records.reshape(-1)
+    fields, n = len(dataset.fields), flat.size
+    fd = np.full(n, -1, np.int32)
+    block = np.full(n, -1, np.int32)
+    hashes = np.zeros(n, np.uint32)
+    offset = np.zeros((fields, n), np.uint64)
+    nbytes, counts = np.zeros((fields, n), np.uint32), np.zeros((fields, n), np.uint32)
     paths: dict[int, str] = {}
-    for reader, at, local in _by_shard(dataset, flat, filled) if raw else ():
-        fd[at] = reader.fileno()
-        paths[reader.fileno()] = str(reader.path)
-        for i, field in enumerate(fields):
-            extents = reader.extents(local, field)
-            offset[i, at], nbytes[i, at], hashes[at] = extents.offset, extents.nbytes, extents.hash
+    tables: list[Any] = []
+    for reader, at, local in _by_file(dataset, flat):
+        found = reader.locations(local)
+        number = reader.fileno()
+        paths[number] = str(reader.path)
+        fd[at], hashes[at] = number, found.hash
+        offset[:, at], nbytes[:, at], counts[:, at] = found.start, found.nbytes, found.counts
+        if reader.codecs_raw:
+            offset[:, at] += found.payload
+            continue
+        coded = reader.opened.index.block_codec[found.block] != 0
+        offset[:, at[~coded]] += found.payload[~coded]
+        used, place = np.unique(found.block[coded], return_inverse=True)
+        block[at[coded]] = place + sum(map(len, tables))
+        tables.append(_table(reader, used, layout.first_coding[number]))
+    ragged = np.array([field.ragged for field in dataset.fields])
+    items = np.where(ragged[:, None], counts, 1).astype(np.uint32) * _step_items(dataset.fields)[:, None]
+    places = layout.places(edges, ids.shape[1], counts)
+    blocks = np.concatenate(tables) if tables else np.zeros(0, BLOCK)
     return Reads(
-        ids=ids,
-        lengths=lengths.reshape(ids.shape),
-        fd=fd,
-        offset=offset,
-        nbytes=nbytes,
-        hash=hashes,
-        items=lengths.astype(np.uint32),
-        paths=paths,
-        verify=verify,
+        records, fd, block, hashes, offset, nbytes, items, layout.kinds, places, blocks, paths, verify
     )
 
 
-def _by_shard(dataset: Any, flat: Ids, filled: Ids) -> Iterator[tuple[Any, Ids, Ids]]:
-    """For each file with records among `flat[filled]`: its reader, their places, their ids in the file."""
+def _by_file(dataset: Any, flat: Ids) -> Iterator[tuple[Any, Ids, Ids]]:
+    """For each file with records among `flat`: its reader, their places, their ids in the file."""
+    filled = np.flatnonzero(flat >= 0)
     if len(dataset.readers) == 1:
         yield dataset.readers[0], filled, flat[filled]
         return
@@ -99,3 +122,19 @@ def _by_shard(dataset: Any, flat: Ids, filled: Ids) -> Iterator[tuple[Any, Ids, 
     for number in np.flatnonzero(np.bincount(shard)).tolist():
         chosen = shard == number
         yield dataset.readers[number], filled[chosen], local[chosen]
+
+
+def _table(reader: Any, numbers: Ids, first_coding: int) -> npt.NDArray[Any]:
+    """Rows of BLOCK for some coded blocks of one file."""
+    blocks = reader.blocks(numbers)
+    table = np.zeros(len(numbers), BLOCK)
+    for name in ("hash", "raw", "stored", "codec", "ids"):
+        table[name] = getattr(blocks, name)
+    table["offset"], table["fd"] = blocks.payload, reader.fileno()
+    table["coding"] = first_coding + blocks.dictionary
+    return table
+
+
+def _step_items(fields: Any) -> npt.NDArray[np.uint32]:
+    """Values of one step of each field, or of a whole value where that has no steps, uint32[fields]."""
+    return np.array([math.prod(f.shape[1:] if f.ragged else f.shape) for f in fields], np.uint32)

@@ -45,6 +45,10 @@ class Joined:
         shard = np.searchsorted(self._first, ids, "right") - 1
         return shard, ids - self._first[shard]
 
+    def longest(self, field: str) -> int:
+        """Most steps of the first axis of a field."""
+        return max(int(reader.longest(field)) for reader in self.readers)
+
     def record(self, number: int) -> Any:
         """One record, as lf-format reads it."""
         shard, local = self.locate(np.array([number]))

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._layout import SlotLayout
 from ._permute import Ids
 from ._reads import Reads, locate
 from .pack_window import PackedWindow
@@ -23,7 +24,7 @@ _CHEAP = 1 << 16
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Records of like length: batch b of the window reads row b of `reads.ids`, padded to `edge` tokens."""
+    """Records of like length: batch b of the window reads row b of `reads.records`, padded to `edge` tokens."""
 
     edge: int
     reads: Reads
@@ -58,10 +59,14 @@ class Staged:
 
 
 def stage(
-    dataset: Any, window: PackedWindow, epoch: int, rows: slice, global_batch: int, *,
-    raw: bool, masked: bool, verify: bool,
+    dataset: Any, layout: SlotLayout, window: PackedWindow, epoch: int, rows: slice, global_batch: int, *, verify: bool
 ) -> Staged:  # fmt: skip
-    """Where the rank with `rows` of every batch finds what its rows hold; see `locate` for the flags."""
+    """Where the rank with `rows` of every batch finds what its rows hold.
+
+    Args:
+        layout: of all fields of the data set.
+        verify: whether hashes are checked.
+    """
     packing = window.packing
     batch, row = np.divmod(packing.row, global_batch)
     mine = np.flatnonzero((row >= rows.start) & (row < rows.stop))
@@ -71,11 +76,11 @@ def stage(
     keys, which = np.unique(batch * len(dataset) + ids, return_inverse=True)
     reading, records = np.divmod(keys, len(dataset))
     sizes = dataset.lengths[records].astype(np.int64)
-    edges = group_edges(sizes, window.batches, np.dtype(dataset.token_dtype).itemsize + masked)
+    edges = group_edges(sizes, window.batches, sum(value.step_bytes for value in layout.values))
     kind = np.searchsorted(edges, sizes)
     place = _places(kind, reading)
     groups = tuple(
-        _group(dataset, edge, kind == number, reading, place, records, window.batches, raw, masked, verify)
+        _group(dataset, layout, edge, kind == number, reading, place, records, window.batches, verify)
         for number, edge in enumerate(edges)
     )
     return Staged(
@@ -118,11 +123,11 @@ def _places(kind: Ids, batch: Ids) -> Ids:
 
 
 def _group(
-    dataset: Any, edge: int, chosen: npt.NDArray[np.bool_], batch: Ids, place: Ids, records: Ids,
-    batches: int, raw: bool, masked: bool, verify: bool,
+    dataset: Any, layout: SlotLayout, edge: int, chosen: npt.NDArray[np.bool_], batch: Ids, place: Ids,
+    records: Ids, batches: int, verify: bool,
 ) -> Group:  # fmt: skip
     batch, place = batch[chosen], place[chosen]
     ids = np.full((batches, int(place.max(initial=-1)) + 1), -1, np.int64)
     ids[batch, place] = records[chosen]
-    reads = locate(dataset, ids, raw=raw, masked=masked, verify=verify)
+    reads = locate(dataset, layout, ids, np.full(batches, edge), verify=verify)
     return Group(edge, reads, np.bincount(batch, minlength=batches) > 0)

@@ -17,6 +17,7 @@ class LoaderStats:
         read_s: seconds the engine's threads were busy, hashing included.
         hash_s: the part of it spent in record hashes, estimated from one row a batch.
         cached_reads, direct_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
+        decoded_blocks, decode_s: coded blocks decoded, and seconds spent on them.
         overflow: batches that got memory of their own because every slot was held by the caller.
         engine, reason: which engine works and why.
         pages: pages under the pool.
@@ -35,6 +36,8 @@ class LoaderStats:
     direct_reads: int
     ring_reads: int
     pread_reads: int
+    decoded_blocks: int
+    decode_s: float
     overflow: int
     engine: str
     reason: str

@@ -15,6 +15,7 @@ from ._batch import Batch, Convert, PackedBatch
 from ._errors import LoaderError
 from ._packed import PackedPipeline
 from ._pipeline import Pipeline
+from ._samples import SampleBatch
 from .engine import Array
 
 Past = Callable[[int], bool]
@@ -156,7 +157,7 @@ class DeviceFeed:
 
     def _upload(self, batch: Batch) -> tuple[Batch, list[Any], Fence]:
         began = time.perf_counter()
-        slot, other = _parts(batch)
+        slot, other = batch.parts() if isinstance(batch, SampleBatch) else _parts(batch)
         if batch.lease is None:
             slot, other = [], slot + other
         arrays, fence = self._backend.upload(slot, other)
@@ -164,7 +165,10 @@ class DeviceFeed:
             batch.lease.fence(fence)
             batch.lease.release()
         self.copied_bytes += sum(array.nbytes for array in slot + other)
-        moved = _moved(batch, arrays, self._convert)
+        if isinstance(batch, SampleBatch):
+            moved: Batch = batch.moved(arrays, self._convert)
+        else:
+            moved = _moved(batch, arrays, self._convert)
         self.copy_s += time.perf_counter() - began
         return moved, arrays, fence
 

@@ -10,25 +10,24 @@ import numpy.typing as npt
 
 from ._direct import Decision, Files, decide, files_of, memory_limit, refused
 from ._errors import DataError, EngineError
+from ._layout import Slot
 from ._reads import Reads
 
 Array = npt.NDArray[Any]
 CHOICES = ("auto", "io_uring", "pread", "python")
+ZSTD_CODECS = (1, 3)  # of blocks, as in SPEC.md of lf-format
 MAX_FLYING = 60  # batches one engine holds at a time; the C queue has 64 places
 
 
 class Target(NamedTuple):
-    """Where one batch goes.
+    """Views of one batch of token rows.
 
     tokens: [rows, edge] in the stored dtype, each row contiguous.
     mask: uint8[rows, edge] for the unpacked loss mask, or None.
-    address, mask_address: first bytes of the two, for native code; 0 without a mask.
     """
 
     tokens: Array
     mask: npt.NDArray[np.uint8] | None
-    address: int
-    mask_address: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,7 @@ class EngineInfo:
     """Which engine works and why.
 
     Attributes:
-        name: "io_uring", "pread", "python" or "records" (record by record through lf-format).
+        name: "io_uring", "pread" or "python".
         reason: why this one, in words; for a fallback, what was refused and by which errno.
         threads: threads that read.
         ring_entries: reads in flight a thread at most, 0 without rings.
@@ -70,6 +69,8 @@ class Counters:
         bytes: payload bytes asked for.
         read_s: seconds its threads were busy, hashing included.
         hash_s: seconds of it spent in record hashes; the C engines time one row a batch and scale.
+        decoded_blocks: coded blocks decoded; rows that find theirs decoded do not count.
+        decode_s: seconds spent hashing and decoding them.
     """
 
     cached_reads: int = 0
@@ -79,15 +80,17 @@ class Counters:
     bytes: int = 0
     read_s: float = 0.0
     hash_s: float = 0.0
+    decoded_blocks: int = 0
+    decode_s: float = 0.0
 
 
 class Engine(Protocol):
     """Reads batches in its own threads. One thread at a time may call it."""
 
-    def submit(self, reads: Reads, batch: int, target: Target) -> int:
-        """Start reading batch `batch` of `reads`; at most MAX_FLYING at a time. Returns a ticket.
+    def submit(self, reads: Reads, batch: int, slot: Slot) -> int:
+        """Start reading batch `batch` of `reads` into host memory; at most MAX_FLYING at a time. Returns a ticket.
 
-        Rows are padded with zeros; empty rows are all zero.
+        Values are padded with zeros; those of empty rows are all zero.
         """
 
     def wait(self, ticket: int) -> None:
@@ -107,17 +110,17 @@ class Engine(Protocol):
 
 
 def choose(
-    name: str, threads: int, pool: Array, *, raw: bool, dataset: Any, io: str = "auto", depth: int = 64
+    name: str, threads: int, pool: Array, dataset: Any, *, io: str, depth: int, cache_bytes: int
 ) -> Engine:
     """The engine asked for.
 
     Args:
         name: one of CHOICES.
         threads: number of reading threads, >= 1.
-        pool: uint8 memory that targets lie in, for registration.
-        raw: whether every record lies in a raw block; others are read through `dataset.record`.
+        pool: uint8 memory that slots lie in, for registration.
         io: "buffered", "direct", or "auto" for direct where the page cache cannot hold the data set.
         depth: reads in flight a thread, at most.
+        cache_bytes: of decoded blocks kept.
 
     Raises EngineError naming cause and fix when an explicit choice cannot be had.
     """
@@ -125,14 +128,16 @@ def choose(
         raise EngineError(f"engine={name!r}: choose one of {', '.join(CHOICES)}")
     files = files_of(dataset)
     decision = decide(io, files.size, memory_limit(), "pread" if name == "pread" else "io_uring")
-    if not raw or name == "python":
-        _refuse_direct(io, "engine='python' has no such reads" if raw else "lf-format reads coded blocks")
-        return _python(threads, "asked for by name") if raw else _records(name, threads, dataset)
-    try:
-        engine = _native(name, threads, pool, files, decision, io, depth)
-    except ImportError as error:
-        _refuse_direct(io, f"the C module is not built ({error})")
-        return _not_built(name, threads, error)
+    if name == "python":
+        _refuse_direct(io, "engine='python' has no such reads")
+        return _python(threads, "asked for by name", dataset)
+    missing = _missing(dataset)
+    if missing:
+        _refuse_direct(io, missing)
+        if name != "auto":
+            raise EngineError(f"engine={name!r} cannot be had: {missing}; or use engine='auto'")
+        return _python(threads, missing, dataset)
+    engine = _native(name, threads, pool, dataset, files, decision, io, depth, cache_bytes)
     if name == "io_uring" and engine.info().name != "io_uring":
         reason = engine.info().reason
         engine.close()
@@ -145,9 +150,22 @@ def _refuse_direct(io: str, why: str) -> None:
         raise EngineError(f"io='direct' cannot be had: {why}; use io='auto' or io='buffered'")
 
 
+def _missing(dataset: Any) -> str:
+    """What this machine lacks for the engines in C to read a data set; "" for nothing."""
+    try:
+        from ._native_engine import zstd_version
+    except ImportError as error:
+        return f"the C module is not built ({error}): install a C compiler and reinstall lf-iouring"
+    compressed = any(bool(np.isin(r.opened.index.block_codec, ZSTD_CODECS).any()) for r in dataset.readers)
+    if compressed and not zstd_version():
+        return "the data set has zstd blocks and there is no libzstd.so.1: install libzstd (Debian: libzstd1)"
+    return ""
+
+
 def _native(
-    name: str, threads: int, pool: Array, files: Files, decision: Decision, io: str, depth: int
-) -> Engine:
+    name: str, threads: int, pool: Array, dataset: Any, files: Files, decision: Decision, io: str, depth: int,
+    cache_bytes: int,
+) -> Engine:  # fmt: skip
     from ._native_engine import NativeEngine, open_direct
 
     def make(decision: Decision) -> Engine:
@@ -159,8 +177,9 @@ def _native(
                     raise refused(path, why)
                 decision = Decision(False, f"{decision.reason}, but no direct reads of {path}: {why}")
         return NativeEngine(
-            threads, pool, opened, decision.reason, depth, want_ring=name != "pread", by_name=name != "auto"
-        )
+            threads, pool, dataset, opened, decision.reason, depth, cache_bytes,
+            want_ring=name != "pread", by_name=name != "auto",
+        )  # fmt: skip
 
     engine = make(decision)
     if io == "auto" and engine.info().io == "direct" and engine.info().name != "io_uring":
@@ -169,30 +188,10 @@ def _native(
     return engine
 
 
-def _python(threads: int, reason: str) -> Engine:
+def _python(threads: int, reason: str, dataset: Any) -> Engine:
     from ._python_engine import PythonEngine
 
-    return PythonEngine(threads, reason)
-
-
-def _records(name: str, threads: int, dataset: Any) -> Engine:
-    from ._python_engine import RecordEngine
-
-    if name in ("io_uring", "pread"):
-        raise EngineError(
-            f"engine={name!r} reads raw blocks, and this data set has coded ones: use engine='auto', or "
-            "write the data set with the raw codec"
-        )
-    return RecordEngine(threads, "the data set has coded blocks", dataset)
-
-
-def _not_built(name: str, threads: int, error: ImportError) -> Engine:
-    if name != "auto":
-        raise EngineError(
-            f"engine={name!r} needs the C module, which this installation lacks ({error}): install a C "
-            "compiler and reinstall lf-iouring, or use engine='auto'"
-        ) from error
-    return _python(threads, f"the C module is not built ({error})")
+    return PythonEngine(threads, reason, dataset)
 
 
 def errno_text(code: int) -> str:
@@ -208,3 +207,9 @@ def short_read(reads: Reads, batch: int, row: int, field: int, expected: int, fo
 def wrong_hash(reads: Reads, batch: int, row: int, expected: int, found: int) -> DataError:
     """The error for bytes that are not those that were written."""
     return reads.error(batch, row, 0, f"record hash 0x{expected:08x}", f"0x{found:08x}")
+
+
+def wrong_extent(reads: Reads, batch: int, row: int, field: int, most: int, found: int) -> DataError:
+    """The error for an index that does not agree with the shape of a field."""
+    expected = f"a field of at most {most} bytes that agrees with the record's length"
+    return reads.error(batch, row, field, expected, f"{found} bytes")

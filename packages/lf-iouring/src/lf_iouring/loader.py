@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
-from ._batch import Batch, converter, layout_of, make_pool
+from lf_memory import HostPool
+
+from ._batch import Batch, converter, token_rows
 from ._errors import LoaderError, StateError
+from ._layout import SlotLayout
 from ._packed import MAX_PREFETCH, PackedPipeline
 from ._pipeline import Pipeline
 from ._sources import AnyPlan, Joined, make_plan, plan_of, sources_of
@@ -47,7 +50,12 @@ class LoongDataLoader:
         epochs: passes over the data set; None is endless.
         return_type: "torch", "numpy", or "auto" for torch where it is installed.
         hugepages: see lf_memory.HostPool.
-        verify: check the hash of every record.
+        verify: check the hash of every record (and of every coded block).
+        fields: names of the fields to deliver; None for all. The others are read for the record's hash alone.
+        deltas: steps in time by field name, of samples that follow each other in their episode: {"camera": [-1, 0]}
+            gives every sample the frame before it and its own, [rows, 2, h, w, c]. Beyond an episode's end its last
+            record stands in.
+        cache_bytes: decoded blocks kept for rows to come; only for data sets with coded blocks.
         pack: tokens of a row into which whole documents are packed (see PackPlan); the loader then yields
             PackedBatch. None pads every record to a row of its own.
         pack_window: records packed together; None chooses.
@@ -83,6 +91,9 @@ class LoongDataLoader:
         return_type: str = "auto",
         hugepages: str = "auto",
         verify: bool = True,
+        fields: Sequence[str] | None = None,
+        deltas: Mapping[str, Sequence[int]] | None = None,
+        cache_bytes: int = 256 << 20,
         pack: int | None = None,
         pack_window: int | None = None,
         device: Any = None,
@@ -94,13 +105,13 @@ class LoongDataLoader:
         )  # fmt: skip
         self._rows = self.plan.rank_rows(rank, world_size)
         self._dataset = sources[0] if len(sources) == 1 else Joined(sources)
-        self._layout = layout_of(self._dataset, self._rows.stop - self._rows.start)
+        self._layout = SlotLayout(self._dataset, fields, deltas)
         self._engine_name = engine
         self._io = io
         self._depth = _in_range("queue_depth", queue_depth, 1, 4096)
         self._prefetch = _in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1)
         if isinstance(self.plan, PackPlan):
-            self._layout = self._layout._replace(masked=True)
+            self._packed_rows = token_rows(self._dataset, self._rows.stop - self._rows.start)
             self._prefetch = min(self._prefetch, MAX_PREFETCH)
         self._threads, self._threads_reason = engine_threads(num_workers, self._prefetch)
         self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
@@ -108,6 +119,7 @@ class LoongDataLoader:
         self._backend = backend_of(device, return_type)
         self._hugepages = hugepages
         self._verify = bool(verify)
+        self._cache_bytes = _in_range("cache_bytes", cache_bytes, 0)
         self._lock = threading.Lock()
         self._step = 0
         self._started = self._exhausted = self._closed = False
@@ -252,20 +264,23 @@ class LoongDataLoader:
     def _open(self) -> Pipeline | PackedPipeline:
         convert = self._convert if self._backend is None else converter("numpy")
         slots = self._prefetch + _SPARE_SLOTS
-        pool = make_pool(self._layout, self.plan.buckets, slots, self._hugepages)
-        raw = all(reader.codecs_raw for reader in self._dataset.readers)
+        rows = self._rows.stop - self._rows.start
+        packing = isinstance(self.plan, PackPlan)
+        edge = max(self.plan.buckets)
+        size = self._packed_rows.slot_bytes(edge) if packing else self._layout.slot_bytes(rows, edge)
+        pool = HostPool(max(size, 1), slots, self._hugepages)
         engine = choose(
-            self._engine_name, self._threads, pool.buffer,
-            raw=raw, dataset=self._dataset, io=self._io, depth=self._depth,
+            self._engine_name, self._threads, pool.buffer, self._dataset,
+            io=self._io, depth=self._depth, cache_bytes=self._cache_bytes,
         )  # fmt: skip
         if isinstance(self.plan, PackPlan):
             return PackedPipeline(
-                self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
-                raw=raw, verify=self._verify, prefetch=self._prefetch, epochs=self._epochs,
+                self._dataset, self.plan, self._rows, self._packed_rows, pool, engine, convert,
+                verify=self._verify, prefetch=self._prefetch, epochs=self._epochs,
             )  # fmt: skip
         return Pipeline(
             self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
-            raw=raw, verify=self._verify, prefetch=self._prefetch,
+            verify=self._verify, prefetch=self._prefetch,
         )  # fmt: skip
 
     def _feed_of(self, backend: Backend | None) -> Pipeline | PackedPipeline | DeviceFeed:
