@@ -13,11 +13,12 @@ from peers.serve import COLD, LARGE, Case
 from peers.tokens import VOCAB, Job, run
 
 COLD_BATCHES = 16  # as large as a ring needs to have reads to queue
+FEW = 4 << 20  # of decoded blocks: each is decoded once when read in order
 QUEUED = 8  # batches read ahead by default, and those in the pipeline
 
 
-def write(job: Job, codec: str) -> Any:
-    path = job.root / f"{codec}.loongbin"
+def write(job: Job, name: str, codec: str = "raw") -> Any:
+    path = job.root / f"{name}.loongbin"
     tokenizer = lf_format.TokenizerInfo("Zipf-like", "00")
     with lf_format.Writer(
         path, vocab_size=VOCAB, tokenizer=tokenizer, buckets=(job.length,), codec=codec
@@ -48,15 +49,17 @@ def drop_cache(dataset: Any) -> None:
 
 
 def prepare(job: Job) -> list[Case]:
-    raw, zstd = write(job, "raw"), write(job, "zstd")
+    raw, zstd = write(job, "raw"), write(job, "zstd", "zstd")
+    dropped = write(job, "cold")  # a file of its own, so that the others stay in the page cache
 
     def cold(engine: str) -> Case:
-        loading = Loading(job, raw, COLD_BATCHES, cold=True, engine=engine)
+        loading = Loading(job, dropped, COLD_BATCHES, cold=True, engine=engine)
         return Case(f"lf-iouring, {engine}", loading, COLD_BATCHES, COLD)
 
     return [
         Case("lf-iouring, raw", Loading(job, raw), QUEUED),
-        Case("lf-iouring, zstd blocks", Loading(job, zstd), QUEUED),
+        Case("lf-iouring, zstd, decoded blocks kept", Loading(job, zstd), QUEUED),
+        Case("lf-iouring, zstd, in file order", Loading(job, zstd, shuffle=False, cache_bytes=FEW), QUEUED),
         Case("lf-iouring, raw, pread", Loading(job, raw, engine="pread"), QUEUED),
         Case("lf-iouring, raw, python", Loading(job, raw, engine="python"), QUEUED),
         Case("lf-iouring, raw, unchecked", Loading(job, raw, verify=False), QUEUED),
