@@ -21,6 +21,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 VOCAB = 32_000
 ROOTS = ("/usr/share/doc", "/usr/share", "/usr/lib", "/usr/include")
 SUFFIXES = {".py", ".md", ".rst", ".txt", ".html", ".h", ".pyi", ".hpp", ".c", ".cpp", ".pm", ".pl", ".tex"}
+DEFAULT_ROOTS = [sysconfig.get_path("stdlib"), sysconfig.get_path("purelib"), *ROOTS]
 TRAINED_ON = 16  # every 16th text trains the BPE
 
 
@@ -42,17 +43,12 @@ def texts(roots: list[str]) -> Iterator[str]:
                         yield text
 
 
-def main() -> int:
-    """Trains the BPE on a part of the texts and stores ids until there are enough."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("output", type=Path)
-    parser.add_argument("--megabytes", type=int, default=256)
-    parser.add_argument("--roots", nargs="+", default=[sysconfig.get_path("stdlib"), *ROOTS])
-    args = parser.parse_args()
-    args.output.mkdir(parents=True, exist_ok=True)
-    wanted = args.megabytes * 1_000_000 // 2
+def build(output: Path, megabytes: int, roots: list[str]) -> int:
+    """Trains the BPE on a part of the texts and stores ids until there are enough; bytes of ids stored."""
+    output.mkdir(parents=True, exist_ok=True)
+    wanted = megabytes * 1_000_000 // 2
     documents, size = [], 0
-    for text in texts(args.roots):
+    for text in texts(roots):
         documents.append(text)
         size += len(text)
         if size > wanted * 5:
@@ -64,7 +60,7 @@ def main() -> int:
         vocab_size=VOCAB, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
     )
     tokenizer.train_from_iterator(documents[: max(len(documents) // TRAINED_ON, 1)], trainer)
-    tokenizer.save(str(args.output / "tokenizer.json"))
+    tokenizer.save(str(output / "tokenizer.json"))
     rows: list[np.ndarray] = []
     tokens = 0
     for at in range(0, len(documents), 256):
@@ -75,9 +71,19 @@ def main() -> int:
             break
     packed = np.empty(len(rows), object)
     packed[:] = rows
-    np.savez(args.output / "docs.npz", input_ids=packed)
-    print(f"{len(rows)} documents, {tokens} tokens, {2 * tokens} bytes of ids")
-    return 0 if tokens >= wanted else 1
+    np.savez(output / "docs.npz", input_ids=packed)
+    print(f"{len(rows)} documents, {tokens} tokens, {2 * tokens} bytes of ids", file=sys.stderr)
+    return 2 * tokens
+
+
+def main() -> int:
+    """Returns 1 when there is less text than asked for."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("output", type=Path)
+    parser.add_argument("--megabytes", type=int, default=272)
+    parser.add_argument("--roots", nargs="+", default=DEFAULT_ROOTS)
+    args = parser.parse_args()
+    return int(build(args.output, args.megabytes, args.roots) < args.megabytes * 1_000_000)
 
 
 if __name__ == "__main__":

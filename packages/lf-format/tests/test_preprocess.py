@@ -193,12 +193,16 @@ def test_a_failed_run_keeps_the_earlier_outputs(tmp_path: Path) -> None:
     assert {p.name: p.read_bytes() for p in tmp_path.iterdir()} == before
 
 
-def test_progress_counts_documents_and_tokens(tmp_path: Path) -> None:
-    seen: list[tuple[int, int]] = []
-    lff.preprocess_documents(
-        [("a", "aa"), ("b", ""), ("c", "ccc")], tmp_path, progress=lambda d, t: seen.append((d, t))
-    )
-    assert seen == [(1, 2), (2, 5)]
+def test_progress_counts_documents_tokens_and_bytes(tmp_path: Path) -> None:
+    seen: list[lff.Advance] = []
+    lff.preprocess_documents([("a", "aa"), ("b", ""), ("c", "ccc")], tmp_path, progress=seen.append)
+    assert seen == [lff.Advance(1, 2, 0, 0), lff.Advance(2, 5, 0, 0)]
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in/a.txt").write_text("four")
+    (tmp_path / "in/b.jsonl").write_text('{"text": "x"}\n{"text": "yy"}\n')
+    seen.clear()
+    lff.preprocess(tmp_path / "in", tmp_path / "out", progress=seen.append)
+    assert [(a.documents, a.bytes_read, a.bytes_total) for a in seen] == [(1, 0, 33), (2, 4, 33), (3, 18, 33)]
 
 
 # --- tokenized .npz ---

@@ -31,6 +31,30 @@ class Document:
     loss_mask: npt.NDArray[Any] | None = None
 
 
+@dataclass
+class Position:
+    """Bytes of input read so far, and of all input files; 0 = not known.
+
+    Lines of .jsonl count one by one, other files when they end.
+    """
+
+    total: int
+    read: int = 0
+
+
+def stamps(files: list[Path]) -> list[tuple[str, int, int]]:
+    """(absolute path, bytes, time of change in ns) of every file that `files` stand for."""
+    found = []
+    for path in files:
+        parts = [p for p in sorted(path.rglob("*")) if p.is_file()] if path.is_dir() else [path]
+        parts += [path.with_suffix(".bin")] if path.suffix == ".idx" else []
+        for part in parts:
+            if part.exists():
+                status = part.stat()
+                found.append((str(part.absolute()), status.st_size, status.st_mtime_ns))
+    return found
+
+
 def input_files(inputs: Inputs) -> list[Path]:
     """Files of `inputs` in order; a directory stands for its files by sorted path, hidden ones excepted.
 
@@ -75,30 +99,40 @@ def _hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def file_documents(files: Iterable[Path], text_key: str, ids_key: str | None = None) -> Iterator[Document]:
+def file_documents(
+    files: Iterable[Path], text_key: str, ids_key: str | None = None, position: Position | None = None
+) -> Iterator[Document]:
     """Documents of each file by its kind; a file of no known kind is one document of UTF-8 text.
 
     Args:
         text_key: key or column of the text in .jsonl, .tar, .parquet, .arrow and MDS.
         ids_key: column of token ids instead, in all of these but .jsonl.
+        position: kept up to date.
     """
+    place = Position(0) if position is None else position
     for path in files:
-        if path.suffix == ".jsonl":
-            yield from _jsonl(path, text_key)
-        elif path.suffix == ".idx":
-            for name, ids in megatron_documents(path):
-                yield Document(name, ids=ids)
-        elif path.is_dir():
-            yield from map(_of_value, mds_values(path, ids_key or text_key))
-        elif path.suffix == ".tar":
-            yield from map(_of_value, tar_values(path, text_key, ids_key))
-        elif path.suffix in (".parquet", ".arrow"):
-            yield from map(_of_value, table_values(path, ids_key or text_key))
-        elif path.suffix == ".npz":
-            for name, ids, mask in npz_documents(path):
-                yield Document(name, ids=ids, loss_mask=mask)
-        else:
-            yield Document(str(path), text=_decoded(path.read_bytes(), path, str(path)))
+        start = place.read
+        yield from _documents(path, text_key, ids_key, place)
+        place.read = start + sum(size for _, size, _ in stamps([path]))
+
+
+def _documents(path: Path, text_key: str, ids_key: str | None, place: Position) -> Iterator[Document]:
+    if path.suffix == ".jsonl":
+        yield from _jsonl(path, text_key, place)
+    elif path.suffix == ".idx":
+        for name, ids in megatron_documents(path):
+            yield Document(name, ids=ids)
+    elif path.is_dir():
+        yield from map(_of_value, mds_values(path, ids_key or text_key))
+    elif path.suffix == ".tar":
+        yield from map(_of_value, tar_values(path, text_key, ids_key))
+    elif path.suffix in (".parquet", ".arrow"):
+        yield from map(_of_value, table_values(path, ids_key or text_key))
+    elif path.suffix == ".npz":
+        for name, ids, mask in npz_documents(path):
+            yield Document(name, ids=ids, loss_mask=mask)
+    else:
+        yield Document(str(path), text=_decoded(path.read_bytes(), path, str(path)))
 
 
 def _of_value(item: tuple[str, str | npt.NDArray[Any]]) -> Document:
@@ -116,14 +150,15 @@ def _decoded(raw: bytes, path: Path, name: str, offset: int = 0) -> str:
         ) from None
 
 
-def _jsonl(path: Path, text_key: str) -> Iterator[Document]:
-    offset = 0
+def _jsonl(path: Path, text_key: str, place: Position) -> Iterator[Document]:
+    offset, start = 0, place.read
     with path.open("rb") as lines:
         for number, raw in enumerate(lines, 1):
             if raw.strip():
                 name = f"{path}:{number}"
                 yield Document(name, text=_json_text(_decoded(raw, path, name, offset), name, text_key))
             offset += len(raw)
+            place.read = start + offset
 
 
 def _json_text(line: str, name: str, text_key: str) -> str:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
+import json
 import math
 import os
-import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -17,11 +18,12 @@ import numpy.typing as npt
 from lf_format._atomic import sync_directory
 from lf_format._container import WriteReport
 from lf_format._convert_megatron import megatron_largest_id
-from lf_format._documents import Document, Inputs, file_documents, holds_ids, input_files
-from lf_format._encode import Encoded, encoded
+from lf_format._documents import Document, Inputs, Position, file_documents, holds_ids, input_files, stamps
+from lf_format._encode import encoded
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import TOKEN_DTYPES
-from lf_format._layout import MAX_RECORD_TOKENS
+from lf_format._journal import Journal
+from lf_format._layout import MAX_RECORD_TOKENS, xxh3
 from lf_format._npz import largest_id, npz_members
 from lf_format._options import CodecName, CodecOptions
 from lf_format._records import check_mask, check_tokens
@@ -33,7 +35,19 @@ from lf_format._writer import Writer
 
 DEFAULT_MAX_LEN = 2048
 _LARGEST = {".npz": largest_id, ".idx": megatron_largest_id}
-Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Advance:
+    """How far preprocess is: documents and tokens stored, bytes of input read and in all (0 = not known)."""
+
+    documents: int
+    tokens: int
+    bytes_read: int
+    bytes_total: int
+
+
+Progress = Callable[[Advance], None]
 Array = npt.NDArray[Any]
 
 
@@ -160,11 +174,8 @@ class _Job:
 
 @dataclass
 class _Tally:
-    documents: int = 0
     split: int = 0
-    tokens: int = 0
     held_out: int = 0
-    empty: list[tuple[str, str]] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
 
@@ -196,7 +207,7 @@ def preprocess(
             is .npz.
         codec: how blocks are stored: "raw", "zstd", "packed", "auto" or CodecOptions. With `min_len` the first
             bucket stays raw.
-        progress: called with (documents, tokens) after every document.
+        progress: called with an Advance after every document.
 
     Raises:
         InputError: naming document and position. FormatError: for the arguments. WorkerError: when a process
@@ -209,10 +220,10 @@ def preprocess(
     if only_ids:  # workers tokenize, and here is nothing to tokenize
         chosen = replace(chosen, num_workers=1)
     masks = any("loss_mask" in npz_members(f) for f in tokenized if f.suffix == ".npz")
-    return _run(
-        file_documents(files, text_key, ids_key),
-        _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks),
-    )
+    job = _Job(Path(output_dir), chosen, vocabulary, chosen.edges(), masks)
+    position = Position(sum(size for _, size, _ in stamps(files)))
+    documents = file_documents(files, text_key, ids_key, position)
+    return _run(documents, job, position, _key(files, job, text_key, ids_key))
 
 
 def preprocess_documents(
@@ -223,7 +234,19 @@ def preprocess_documents(
     """`preprocess` for (name, text) pairs in memory; consumed once, lazily. Options and errors as there."""
     chosen = _Options(**options)
     job = _Job(Path(output_dir), chosen, _of_tokenizer(chosen, None), chosen.edges(), False)
-    return _run((Document(name, text=text) for name, text in documents), job)
+    return _run((Document(name, text=text) for name, text in documents), job, Position(0), None)
+
+
+def _key(files: list[Path], job: _Job, text_key: str, ids_key: str | None) -> dict[str, Any]:
+    """What decides which ids the input becomes. An interrupted run with the same goes on."""
+    return {
+        "inputs": f"{xxh3(json.dumps(stamps(files)).encode()):016x}",
+        "text key": text_key,
+        "ids key": ids_key,
+        "tokenizer": [job.vocabulary.info.name, job.vocabulary.info.hash],
+        "vocabulary": job.vocabulary.size,
+        "loss mask": job.loss_mask,
+    }
 
 
 def _of_tokenizer(options: _Options, vocab_size: int | None) -> _Vocabulary:
@@ -247,25 +270,41 @@ def _of_ids(files: list[Path], vocab_size: int | None) -> _Vocabulary:
     return _Vocabulary(ByteTokenizer(), TokenizerInfo("unknown", ""), vocab_size, note)
 
 
-def _run(documents: Iterable[Document], job: _Job) -> PreprocessReport:
+def _run(
+    documents: Iterable[Document], job: _Job, position: Position, key: dict[str, Any] | None
+) -> PreprocessReport:
     job.output_dir.mkdir(parents=True, exist_ok=True)
-    note = job.vocabulary.note
-    tally = _Tally(notes=[] if note is None else [note])
-    checked = _checked(encoded(documents, job.vocabulary.tokenizer, job.options.num_workers), job, tally)
-    with ExitStack() as stack:
-        writers = {"train": _opened(stack, job, "train")}
-        if job.options.eval_fraction == 0:
-            for _, ids, mask in checked:
-                _store(writers["train"], ids, mask, tally)
-        else:
-            writers["eval"] = _opened(stack, job, "eval")
-            _hold_out(checked, writers, job, tally)
-        if tally.documents == 0:
-            raise InputError(
-                "no document with a token", expected=">= 1", found=f"{len(tally.empty)} empty documents"
-            )
-        reports = _publish(writers, job.output_dir)
-    return _report(reports, job, tally)
+    with Journal(job.output_dir, key, job.dtype, job.loss_mask) as journal:
+        note = job.vocabulary.note
+        tally = _Tally(notes=[*([] if note is None else [note]), *journal.notes])
+        _tokenize(documents, job, position, journal)
+        if len(journal.spool) == 0:
+            found = f"{len(journal.empty)} empty documents"
+            raise InputError("no document with a token", expected=">= 1", found=found)
+        with ExitStack() as stack:
+            writers = {"train": _opened(stack, job, "train")}
+            if job.options.eval_fraction:
+                writers["eval"] = _opened(stack, job, "eval")
+            _distribute(journal.spool, writers, job, tally)
+            reports = _publish(writers, job.output_dir)
+        return _report(reports, job, tally, journal)
+
+
+def _tokenize(documents: Iterable[Document], job: _Job, position: Position, journal: Journal) -> None:
+    """Everything into the spool, behind what an interrupted run left there."""
+    rest = itertools.islice(documents, journal.consumed, None)
+    for name, ids, mask in encoded(rest, job.vocabulary.tokenizer, job.options.num_workers):
+        if len(ids) == 0:
+            journal.leave_out(name, "no tokens")
+            continue
+        # Whole documents are checked, so that an error names the position in the document, not in a piece.
+        narrow = check_tokens(ids, job.vocabulary.size, MAX_RECORD_TOKENS, job.dtype, name)
+        journal.add(narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None)
+        if job.options.progress is not None:
+            spool = journal.spool
+            job.options.progress(Advance(len(spool), spool.tokens, position.read, position.total))
+    if journal.resumable:
+        journal.commit()
 
 
 def _opened(stack: ExitStack, job: _Job, split: str) -> Writer:
@@ -273,21 +312,6 @@ def _opened(stack: ExitStack, job: _Job, split: str) -> Writer:
     writer = job.writer(split)
     stack.callback(writer.abort)
     return writer
-
-
-def _checked(documents: Iterator[Encoded], job: _Job, tally: _Tally) -> Iterator[Encoded]:
-    """Drops empty documents into the tally; the rest as ids of the stored dtype."""
-    for name, ids, mask in documents:
-        if len(ids) == 0:
-            tally.empty.append((name, "no tokens"))
-            continue
-        # Whole documents are checked, so that an error names the position in the document, not in a piece.
-        narrow = check_tokens(ids, job.vocabulary.size, MAX_RECORD_TOKENS, job.dtype, name)
-        tally.documents += 1
-        tally.tokens += len(narrow)
-        yield name, narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None
-        if job.options.progress is not None:
-            job.options.progress(tally.documents, tally.tokens)
 
 
 def _store(writer: Writer, ids: Array, mask: Array | None, tally: _Tally) -> None:
@@ -298,21 +322,18 @@ def _store(writer: Writer, ids: Array, mask: Array | None, tally: _Tally) -> Non
         writer.append(ids[start:end], part, document_start=start == 0, document_end=end == len(ids))
 
 
-def _hold_out(documents: Iterator[Encoded], writers: dict[str, Writer], job: _Job, tally: _Tally) -> None:
-    """Tokenizes once into a spool, then chooses: an exact share needs the total, which only the end knows."""
-    with tempfile.TemporaryFile(dir=job.output_dir) as file:
-        spool = Spool(file, job.dtype, job.loss_mask)
-        keys = []
-        for _, ids, mask in documents:
-            spool.add(ids, mask)
-            keys.append(document_key(job.options.seed, ids.tobytes()))
-        if len(keys) == 1:
-            _hold_out_tail(*spool.get(0), writers, job, tally)
-            return
+def _distribute(spool: Spool, writers: dict[str, Writer], job: _Job, tally: _Tally) -> None:
+    """Documents to train and eval. An exact share needs the total, which only the end of the input knows."""
+    if len(spool) == 1 and "eval" in writers:
+        _hold_out_tail(*spool.get(0), writers, job, tally)
+        return
+    held = np.zeros(len(spool), bool)
+    if "eval" in writers:
+        keys = [document_key(job.options.seed, spool.get(i)[0].tobytes()) for i in range(len(spool))]
         held = choose_eval(keys, spool.lengths(), job.options.eval_fraction)
         tally.held_out = int(held.sum())
-        for i in range(len(keys)):
-            _store(writers["eval" if held[i] else "train"], *spool.get(i), tally)
+    for i in range(len(spool)):
+        _store(writers["eval" if held[i] else "train"], *spool.get(i), tally)
 
 
 def _hold_out_tail(
@@ -340,16 +361,16 @@ def _publish(writers: dict[str, Writer], output_dir: Path) -> dict[str, WriteRep
     return {split: writers[split].close() for split in reversed(writers)}
 
 
-def _report(reports: dict[str, WriteReport], job: _Job, tally: _Tally) -> PreprocessReport:
+def _report(reports: dict[str, WriteReport], job: _Job, tally: _Tally, journal: Journal) -> PreprocessReport:
     return PreprocessReport(
         train=reports["train"],
         eval=reports.get("eval"),
-        documents=tally.documents,
+        documents=len(journal.spool),
         eval_documents=tally.held_out,
         split_documents=tally.split,
         tokens=sum(r.tokens for r in reports.values()),
         records=sum(r.records for r in reports.values()),
-        empty=tuple(tally.empty),
+        empty=tuple(journal.empty),
         buckets=job.buckets,
         vocab_size=job.vocabulary.size,
         tokenizer=job.vocabulary.info,

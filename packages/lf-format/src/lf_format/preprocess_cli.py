@@ -6,32 +6,54 @@ import argparse
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Sequence
 from pathlib import Path
+from types import TracebackType
 from typing import Any
+
+from tqdm import tqdm
 
 from lf_format._codec_cli import NAMES as CODEC_NAMES
 from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._lerobot import is_robot_set
 from lf_format._pairs import PairsReport, preprocess_pairs
-from lf_format._preprocess import PreprocessReport, preprocess
+from lf_format._preprocess import Advance, PreprocessReport, preprocess
 from lf_format._robot import RobotReport, preprocess_robot
 
 
-class _Progress:
-    """One line on a terminal, rewritten at most ten times a second."""
+class _Bar:
+    """A progress bar on a terminal, nothing elsewhere.
 
-    def __init__(self, first: str = "documents", second: str = "tokens") -> None:
-        self._next, self._units = 0.0, (first, second)
+    Args:
+        unit: what is counted.
+        second: what else is told.
+    """
 
-    def __call__(self, documents: int, tokens: int) -> None:
-        now = time.monotonic()
-        if now >= self._next:
-            self._next = now + 0.1
-            text = f"\r{documents} {self._units[0]}, {tokens} {self._units[1]}"
-            print(text, end="", file=sys.stderr, flush=True)
+    def __init__(self, unit: str, second: str) -> None:
+        self._unit, self._second = unit, second
+        self._bar = tqdm(unit=f" {unit}", disable=None, dynamic_ncols=True)
+
+    def count(self, done: int, second: int) -> None:
+        """`done` units and `second` of the other kind are behind us; how many there are is not known."""
+        self._bar.set_postfix_str(f"{second:,} {self._second}", refresh=False)
+        self._bar.update(done - self._bar.n)
+
+    def of_input(self, advance: Advance) -> None:
+        """The bar counts bytes of input, whose total is known."""
+        if self._bar.total is None:
+            self._bar.total, self._bar.unit, self._bar.unit_scale = advance.bytes_total, "B", True
+        text = f"{advance.documents:,} {self._unit}, {advance.tokens:,} {self._second}"
+        self._bar.set_postfix_str(text, refresh=False)
+        self._bar.update(advance.bytes_read - self._bar.n)
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._bar.close()
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -66,12 +88,15 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry. Returns 0; 1 for a bad document, dead worker or full disk; 2 for usage."""
+    """Command line entry. Returns 0; 1 for a bad document, dead worker or full disk; 2 for usage; 130."""
     args = _parser().parse_args(argv)
     options = vars(args)
     as_json, inputs, output = options.pop("json"), options.pop("input"), options.pop("output")
     try:
         report = _run(inputs, output, options)
+    except KeyboardInterrupt:
+        print("loongforge-preprocess: interrupted; the same command continues text input", file=sys.stderr)
+        return 130
     except (InputError, WorkerError, OSError) as error:
         print(f"loongforge-preprocess: {error}", file=sys.stderr)
         return 1
@@ -100,20 +125,21 @@ _ONLY_SAMPLES = (_ROBOT | {"image_key"}) - {"num_workers"}
 
 def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
     """Dispatches by what the input is."""
-    shown = sys.stderr.isatty()
     if any(is_robot_set(Path(name)) for name in inputs):
         if len(inputs) > 1:
             raise FormatError("a robot data set is one input", found=inputs)
-        progress = _Progress("episodes", "frames") if shown else None
         chosen = _chosen(options, _ROBOT, "robot data")
-        return preprocess_robot(inputs[0], output, progress=progress, **chosen)
+        with _Bar("episodes", "frames") as bar:
+            return preprocess_robot(inputs[0], output, progress=bar.count, **chosen)
     if options["image_key"] is not None:
-        progress = _Progress("records", "tokens") if shown else None
-        return preprocess_pairs(inputs, output, progress=progress, **_chosen(options, _PAIRS, "image pairs"))
+        chosen = _chosen(options, _PAIRS, "image pairs")
+        with _Bar("records", "tokens") as bar:
+            return preprocess_pairs(inputs, output, progress=bar.count, **chosen)
     _chosen(options, set(options) - _ONLY_SAMPLES, "text")
     rest = {k: v for k, v in options.items() if k not in _ONLY_SAMPLES and k not in CODEC_NAMES}
     rest["codec"] = codec_options(options)
-    return preprocess(inputs, output, progress=_Progress() if shown else None, **rest)
+    with _Bar("documents", "tokens") as bar:
+        return preprocess(inputs, output, progress=bar.of_input, **rest)
 
 
 def _chosen(options: dict[str, Any], known: set[str], kind: str) -> dict[str, Any]:

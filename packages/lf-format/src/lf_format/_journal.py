@@ -1,0 +1,165 @@
+"""What a run of preprocess has done so far, durable: a killed run goes on where its last part ends."""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shutil
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+
+from lf_format._errors import FormatError, WorkerError
+from lf_format._layout import xxh3
+from lf_format._spool import Spool
+
+FOLDER = ".preprocess"
+VERSION = 1
+PART_BYTES = 32 << 20
+PART_SECONDS = 10.0
+Key = Mapping[str, Any]
+
+
+class Journal:
+    """Owns OUTPUT/.preprocess: the spool and the list of its complete parts. A context manager.
+
+    Leaving it removes the folder, except after an interruption (a signal, a dead worker, a full disk) when the run
+    has a key. Only one run at a time can have it.
+
+    Args:
+        output_dir: exists.
+        key: JSON values that decide what the documents become; None = the run cannot be continued. A folder of
+            another key is emptied, and `notes` says so.
+        dtype, loss_mask: of the spool.
+
+    Attributes:
+        spool: documents so far.
+        consumed: input documents that these and `empty` account for.
+        empty: (name, reason) of documents that were left out.
+        notes: what became of an earlier run.
+
+    Raises:
+        FormatError: another run writes into this output.
+    """
+
+    def __init__(self, output_dir: Path, key: Key | None, dtype: np.dtype[Any], loss_mask: bool) -> None:
+        self._folder, self._key = output_dir / FOLDER, key
+        self._folder.mkdir(exist_ok=True)
+        self._file = (self._folder / "parts").open("a+b")
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            self._file.close()
+            raise FormatError("another run writes into this output", path=output_dir) from None
+        self.consumed, self.empty = 0, list[tuple[str, str]]()
+        self.notes: list[str] = []
+        self._committed, self._noted, self._time = 0, 0, time.monotonic()
+        self.spool = Spool(self._folder, dtype, loss_mask)
+        _remove_temporaries(output_dir)
+        self._recover()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether a later run can go on where this one is interrupted."""
+        return self._key is not None
+
+    def add(self, ids: Any, mask: Any) -> None:
+        """One more document with ids, for the spool."""
+        self.spool.add(ids, mask)
+        self.consumed += 1
+        self._commit_when_due()
+
+    def leave_out(self, name: str, reason: str) -> None:
+        """One more document that is not stored."""
+        self.empty.append((name, reason))
+        self.consumed += 1
+        self._commit_when_due()
+
+    def _commit_when_due(self) -> None:
+        full = self.spool.nbytes - self._committed >= PART_BYTES
+        if self.resumable and (full or time.monotonic() - self._time >= PART_SECONDS):
+            self.commit()
+
+    def commit(self) -> None:
+        """Ends a part: what was added so far is durable."""
+        self.spool.sync()
+        self._write(
+            {
+                "consumed": self.consumed,
+                "documents": len(self.spool),
+                "hash": self.spool.digest(),
+                "empty": self.empty[self._noted :],
+            }
+        )
+        self._committed, self._noted, self._time = self.spool.nbytes, len(self.empty), time.monotonic()
+
+    def _write(self, value: Mapping[str, Any]) -> None:
+        line = json.dumps(value, separators=(",", ":")).encode()
+        self._file.write(b"%016x %s\n" % (xxh3(line), line))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def _recover(self) -> None:
+        """Takes up every part that is whole; the first that is not, and all behind it, are forgotten."""
+        self._file.seek(0)
+        lines = self._file.readlines()
+        head = _parsed(lines[0]) if lines else None
+        wanted = {"version": VERSION, "key": self._key}
+        if self._key is None or head != wanted:
+            if head is not None and self._key is not None:
+                self.notes.append(f"an interrupted run was started anew: {_difference(head, wanted)} changed")
+            self._file.truncate(0)
+            self._write(wanted)
+            self.spool.cut()
+            return
+        end = len(lines[0])
+        for line in lines[1:]:
+            part = _parsed(line)
+            if part is None or not self.spool.take_up(part["documents"], part["hash"]):
+                break
+            self.consumed = part["consumed"]
+            self.empty += [(name, reason) for name, reason in part["empty"]]
+            end += len(line)
+        self._file.truncate(end)
+        self.spool.cut()
+        self._committed, self._noted = self.spool.nbytes, len(self.empty)
+        if self.consumed:
+            self.notes.append(f"continued an interrupted run behind its first {self.consumed} documents")
+
+    def __enter__(self) -> Journal:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        refused = isinstance(value, FormatError) and not isinstance(value, WorkerError)
+        self.spool.close()
+        if kind is None or refused or not self.resumable:
+            shutil.rmtree(self._folder)
+        self._file.close()
+
+
+def _parsed(line: bytes) -> Any:
+    """Value of a line of the journal; None when it is not whole."""
+    digest, _, text = line.rstrip(b"\n").partition(b" ")
+    if not line.endswith(b"\n") or digest != b"%016x" % xxh3(text):
+        return None
+    return json.loads(text)
+
+
+def _difference(head: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
+    old, new = head.get("key") or {}, wanted["key"]
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return ", ".join(names) or "the version"
+
+
+def _remove_temporaries(output_dir: Path) -> None:
+    """Files of killed runs; this run has the lock, so nobody writes them any more."""
+    for split in ("train", "eval"):
+        for path in output_dir.glob(f".{split}.loongbin.*.tmp"):
+            path.unlink(missing_ok=True)
