@@ -23,11 +23,12 @@ from typing import Any
 
 import numpy as np
 import torch
-from bench_iouring import VOCAB, machine
+from random_ids import VOCAB, heading
 from torch.utils.data import DataLoader, IterableDataset
 
 import lf_format
 from lf_iouring import LoongDataLoader
+from peers.report import machine
 
 ROWS = 8
 SECONDS = 1.5
@@ -162,10 +163,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory(dir=args.root) as folder:
         prepare(Path(folder), args.records)
         results = measure(Path(folder), args.repeat)
-    print(
-        f"1 of {info['cores']} x {info['cpu']}, Linux {info['kernel']}, load {info['load']:.1f}; "
-        f"Python {info['python']}, torch {info['torch']}, numpy {info['numpy']}; {info['date']}"
-    )
+    print("1 of " + heading(info))
     print(table(results))
     if args.json:
         args.json.write_text(json.dumps({"machine": info, "results": results}, indent=1))

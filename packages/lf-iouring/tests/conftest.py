@@ -12,6 +12,8 @@ import pytest
 import lf_format as lff
 from lf_iouring import LoongDataLoader
 
+sys.path.append(str(Path(__file__).parent))  # worker processes import transform_cases by name
+
 TOKENIZER = lff.TokenizerInfo("test", "00")
 
 

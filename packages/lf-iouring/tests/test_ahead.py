@@ -3,6 +3,7 @@
 import gc
 import signal
 import threading
+import time
 
 import pytest
 
@@ -92,7 +93,13 @@ def test_a_signal_ends_the_wait_while_the_value_is_being_computed():
     work = Recorder()
     work.gate.clear()
     ahead = Ahead(work, keep=2)
-    threading.Timer(0.05, signal.raise_signal, [signal.SIGINT]).start()
+
+    def interrupt():
+        while not work.calls:
+            time.sleep(0.01)
+        signal.raise_signal(signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         ahead.get(4)
     work.gate.set()

@@ -8,6 +8,7 @@ from collections import deque
 
 import numpy as np
 import pytest
+import transform_cases
 
 import lf_format as lff
 from lf_iouring import Backend, CudaBackend, DataError, LoaderError
@@ -137,6 +138,29 @@ def test_the_device_sees_every_batch_as_it_was_read(loader_of, make, packed):
     assert [contents(batch, host) for batch in kept] == expected
     one_by_one = loader_of(device=make(), return_type="auto", **common)
     assert [contents(batch, host) for batch in one_by_one] == expected
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"transform": transform_cases.add_one},
+        {"transform": transform_cases.add_one, "transform_workers": 1},
+        {
+            "transform": transform_cases.noise,
+            "transform_workers": 1,
+            "transform_output": {"noise": ((24,), "f8"), "tokens": ((24, 256), "u2"), "step": ((1,), "f8")},
+        },
+    ],
+    ids=["in the thread", "in a worker", "into an output slot"],
+)
+def test_the_device_gets_what_a_transform_made(loader_of, arguments):
+    def named(batch, read):
+        return {name: (read(batch[name]).dtype, read(batch[name]).tolist()) for name in batch}
+
+    common = {"epochs": 1, "prefetch_factor": 2}
+    expected = [named(batch, np.asarray) for batch in loader_of(transform=arguments["transform"], **common)]
+    kept = list(loader_of(device=FakeBackend(), return_type="auto", **common, **arguments))
+    assert [named(batch, host) for batch in kept] == expected
 
 
 def test_a_slot_is_not_used_again_while_its_copy_waits(loader_of):

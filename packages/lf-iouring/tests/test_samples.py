@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import transform_cases
 
 import lf_format as lff
 from lf_iouring import DataError, Joined, LoaderError, LoongDataLoader, SampleBatch
@@ -247,3 +248,19 @@ def test_deltas_need_the_order_of_time(tmp_path, write):
         pytest.raises(LoaderError, match="length buckets"),
     ):
         LoongDataLoader(dataset, global_batch=4, deltas={"loss_mask": [-1, 0]})
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_transform_gets_every_field(samples, load, workers):
+    plain = load(samples, fields=["camera", "points"], return_type="numpy")
+    changed = load(
+        samples, fields=["camera", "points"], return_type="numpy", transform=transform_cases.invert,
+        transform_workers=workers,
+    )  # fmt: skip
+    for batch, expected in zip(changed, plain, strict=True):
+        assert set(batch) == {"camera", "points", "points.offsets", "lengths"}
+        assert np.array_equal(batch["camera"], expected["camera"] ^ 255)
+        points, ends = expected["points"]
+        counts = np.repeat(np.diff(ends), np.diff(ends))
+        assert np.array_equal(batch["points.offsets"], ends)
+        assert np.array_equal(batch["points"], points + counts[:, None].astype(np.float16))

@@ -1,7 +1,16 @@
 """Deterministic, elastic data loading over io_uring: a plan, an engine and LoongDataLoader."""
 
 from ._batch import Batch, PackedBatch
-from ._errors import DataError, EngineError, LoaderError, PlanError, StateError, WriteError
+from ._errors import (
+    DataError,
+    EngineError,
+    LoaderError,
+    PlanError,
+    StateError,
+    TransformError,
+    WorkerDied,
+    WriteError,
+)
 from ._layout import Joined
 from ._packed import PackedStats
 from ._runs import BucketRuns
@@ -17,6 +26,7 @@ from .mixing import Mixture
 from .pack_plan import PackPlan
 from .packing import Packing, Varlen, pack, varlen
 from .plan import BatchSpec, Plan
+from .transforms import TransformContext, TransformedBatch
 from .writer import Extent, FileInfo, FileWriter, WriteEngine, sync_folder
 
 __all__ = [
@@ -50,7 +60,11 @@ __all__ = [
     "Sample",
     "SampleBatch",
     "StateError",
+    "TransformContext",
+    "TransformError",
+    "TransformedBatch",
     "Varlen",
+    "WorkerDied",
     "WriteEngine",
     "WriteError",
     "WriterInfo",

@@ -50,6 +50,46 @@ class DataError(LoaderError):
         return DataError, (self.path, self.record, self.offset, self.expected, self.found)
 
 
+class TransformError(LoaderError):
+    """A transform raised, or returned what was not declared; asking for the batch again tries again.
+
+    Attributes:
+        step: of the batch.
+        text: traceback, of the worker process where there is one.
+    """
+
+    def __init__(self, step: int, text: str) -> None:
+        super().__init__(f"the transform of step {step} failed:\n{text}")
+        self.step, self.text = step, text
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return TransformError, (self.step, self.text)
+
+
+class WorkerDied(LoaderError):  # noqa: N818 - the name says what happened
+    """A transform worker ended by itself; asking for the batch again starts new workers.
+
+    Attributes:
+        pid: of the process.
+        exitcode: its exit code, -N for signal N, None if unknown.
+        steps: batches that the workers had, ascending.
+    """
+
+    def __init__(self, pid: int, exitcode: int | None, steps: list[int]) -> None:
+        how = f"ended with exit code {exitcode}"
+        if exitcode is not None and exitcode < 0:
+            how = f"was killed by signal {-exitcode}"
+        super().__init__(
+            f"transform worker {pid} {how}; steps {steps} were under way. See its stderr; a script that makes "
+            "a loader with workers needs the guard if __name__ == '__main__', and signal 9 may be the kernel "
+            "short of memory"
+        )
+        self.pid, self.exitcode, self.steps = pid, exitcode, steps
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return WorkerDied, (self.pid, self.exitcode, self.steps)
+
+
 _WRITE_FIXES = {
     errno.ENOSPC: "free space on its file system, or write elsewhere",
     errno.EDQUOT: "the quota of this user or group is used up: free space or have it raised",

@@ -18,11 +18,13 @@ class LoaderStats:
         hash_s: the part of it spent in record hashes, estimated from one row a batch.
         cached_reads, direct_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
         decoded_blocks, decode_s: coded blocks decoded, and seconds spent on them.
-        overflow: batches that got memory of their own because every slot was held by the caller.
+        overflow: batches that got memory of their own because every slot was held by the caller; and those that
+            were therefore transformed here instead of by a worker.
         engine, reason: which engine works and why.
         pages: pages under the pool.
         slots: slots of the pool.
         copy_s, copied_bytes: seconds the caller spent starting copies to the device, bytes of them.
+        transform_s: seconds the caller spent in the transform, or waiting for the workers that run it.
     """
 
     batches: int
@@ -45,6 +47,7 @@ class LoaderStats:
     slots: int
     copy_s: float = 0.0
     copied_bytes: int = 0
+    transform_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,10 @@ from lf_memory import Fence, HostPool
 
 from ._batch import Batch, Convert, PackedBatch
 from ._errors import LoaderError
-from ._packed import PackedPipeline
-from ._pipeline import Pipeline
 from ._samples import SampleBatch
+from ._transform_feed import Feed
 from .engine import Array
+from .transforms import TransformedBatch
 
 Past = Callable[[int], bool]
 
@@ -109,9 +109,7 @@ class DeviceFeed:
         pinned: "" or why the slots are not page-locked (copies then hold the host up, and stay correct).
     """
 
-    def __init__(
-        self, pipeline: Pipeline | PackedPipeline, backend: Backend, convert: Convert, past: Past
-    ) -> None:
+    def __init__(self, pipeline: Feed, backend: Backend, convert: Convert, past: Past) -> None:
         self.copy_s, self.copied_bytes, self.pinned = 0.0, 0, ""
         self._pipeline, self._backend, self._convert, self._past = pipeline, backend, convert, past
         self._ahead: tuple[Batch, list[Any], Fence] | None = None
@@ -157,7 +155,7 @@ class DeviceFeed:
 
     def _upload(self, batch: Batch) -> tuple[Batch, list[Any], Fence]:
         began = time.perf_counter()
-        slot, other = batch.parts() if isinstance(batch, SampleBatch) else _parts(batch)
+        slot, other = batch.parts() if isinstance(batch, SampleBatch | TransformedBatch) else _parts(batch)
         if batch.lease is None:
             slot, other = [], slot + other
         arrays, fence = self._backend.upload(slot, other)
@@ -165,7 +163,7 @@ class DeviceFeed:
             batch.lease.fence(fence)
             batch.lease.release()
         self.copied_bytes += sum(array.nbytes for array in slot + other)
-        if isinstance(batch, SampleBatch):
+        if isinstance(batch, SampleBatch | TransformedBatch):
             moved: Batch = batch.moved(arrays, self._convert)
         else:
             moved = _moved(batch, arrays, self._convert)

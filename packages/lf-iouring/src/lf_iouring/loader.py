@@ -16,10 +16,12 @@ from ._packed import MAX_PREFETCH, PackedPipeline
 from ._pipeline import Pipeline
 from ._sources import AnyPlan, Joined, make_plan, plan_of, sources_of
 from ._stats import LoaderInfo, LoaderStats
-from .device import Backend, DeviceFeed, backend_of
+from ._transform_feed import Feed, InThread, InWorkers, TransformOptions, feed_through
+from .device import DeviceFeed, backend_of
 from .engine import MAX_FLYING, Counters, choose
 from .mixing import Weight
 from .pack_plan import PackPlan
+from .transforms import OutputSpec, Transform
 
 __all__ = ["LoongDataLoader", "engine_threads", "plan_of"]
 
@@ -62,6 +64,11 @@ class LoongDataLoader:
         device: "cuda" or "cuda:N" copies every batch there, one batch ahead, from page-locked slots on a stream
             of its own; all of a batch but `ids` is then on the device. None and "cpu" leave batches as they
             are. A Backend of your own is taken as it is.
+        transform: f(arrays, context) on the numpy arrays of every batch, by name; it changes tokens and loss_mask
+            in place and returns None, or returns a dict of arrays. The loader then yields TransformedBatch. See
+            TransformContext for its random numbers.
+        transform_workers: processes that run it, made by spawn; 0 runs it in the thread that asks for batches.
+        transform_output: name to (shape, dtype) or to an example array, of what it returns; needed with workers.
 
     A loader is its own iterator and goes on where it stopped; after the last epoch the next `iter` starts
     again at step 0. Threads may share it: each batch is delivered once. After fork the child goes on from
@@ -97,6 +104,9 @@ class LoongDataLoader:
         pack: int | None = None,
         pack_window: int | None = None,
         device: Any = None,
+        transform: Transform | None = None,
+        transform_workers: int = 0,
+        transform_output: Mapping[str, Any] | None = None,
     ) -> None:
         sources = sources_of(dataset, datasets, weights)
         self.plan = make_plan(
@@ -117,6 +127,12 @@ class LoongDataLoader:
         self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
         self._convert = converter(return_type)
         self._backend = backend_of(device, return_type)
+        self._transform = TransformOptions(
+            transform,
+            _in_range("transform_workers", transform_workers, 0),
+            None if transform_output is None else OutputSpec(transform_output),
+            seed,
+        )
         self._hugepages = hugepages
         self._verify = bool(verify)
         self._cache_bytes = _in_range("cache_bytes", cache_bytes, 0)
@@ -125,7 +141,7 @@ class LoongDataLoader:
         self._started = self._exhausted = self._closed = False
         self._pid = os.getpid()
         self._pipeline = self._open()
-        self._feed = self._feed_of(self._backend)
+        self._feed = self._feed_of()
 
     @property
     def steps_per_epoch(self) -> int:
@@ -206,13 +222,15 @@ class LoongDataLoader:
             tokens=pipeline.tokens,
             wait_s=pipeline.wait_s,
             plan_s=pipeline.plan_s,
-            overflow=pipeline.overflow,
+            overflow=pipeline.overflow
+            + (self._through.overflow if isinstance(self._through, InWorkers) else 0),
             engine=info.name,
             reason=info.reason,
             pages=pipeline.pool.pages,
             slots=pipeline.pool.slots,
             copy_s=self._feed.copy_s if isinstance(self._feed, DeviceFeed) else 0.0,
             copied_bytes=self._feed.copied_bytes if isinstance(self._feed, DeviceFeed) else 0,
+            transform_s=self._through.transform_s if isinstance(self._through, InThread | InWorkers) else 0.0,
             **asdict(counters),
         )
         return pipeline.stats(stats) if isinstance(pipeline, PackedPipeline) else stats
@@ -262,8 +280,9 @@ class LoongDataLoader:
         return self._epochs * self.plan.steps_per_epoch
 
     def _open(self) -> Pipeline | PackedPipeline:
-        convert = self._convert if self._backend is None else converter("numpy")
-        slots = self._prefetch + _SPARE_SLOTS
+        plain = self._backend is None and self._transform.transform is None
+        convert = self._convert if plain else converter("numpy")
+        slots = self._prefetch + _SPARE_SLOTS + self._transform.in_flight
         rows = self._rows.stop - self._rows.start
         packing = isinstance(self.plan, PackPlan)
         edge = max(self.plan.buckets)
@@ -283,11 +302,13 @@ class LoongDataLoader:
             verify=self._verify, prefetch=self._prefetch,
         )  # fmt: skip
 
-    def _feed_of(self, backend: Backend | None) -> Pipeline | PackedPipeline | DeviceFeed:
-        if backend is None:
-            return self._pipeline
+    def _feed_of(self) -> Feed | DeviceFeed:
         past = functools.partial(_past, self.plan, self._epochs)
-        return DeviceFeed(self._pipeline, backend, self._convert, past)
+        convert = self._convert if self._backend is None else converter("numpy")
+        self._through = feed_through(self._pipeline, self._transform, convert, past)
+        if self._backend is None:
+            return self._through
+        return DeviceFeed(self._through, self._backend, self._convert, past)
 
     def _follow_fork(self) -> None:
         """A forked child has none of the threads, and the parent goes on writing the shared slots."""
@@ -297,7 +318,7 @@ class LoongDataLoader:
             self._feed.abandon()
             self._pid = os.getpid()
             self._pipeline = self._open()
-            self._feed = self._pipeline
+            self._feed = self._feed_of()
 
     def _require_open(self) -> None:
         if self._closed:
