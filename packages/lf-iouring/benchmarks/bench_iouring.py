@@ -56,7 +56,7 @@ def bars_of(rows: Sequence[Row]) -> list[report.Bar]:
         report.ratio_bar("large batches, over torch DataLoader", None, large, of(["torch_loader"], LARGE)),
     ]
     if zstd:
-        bars.append(report.Bar("zstd, Mtok/s a core", 200, zstd, zstd, "each block decoded once"))
+        bars.append(report.Bar("zstd, Mtok/s a core", 200, zstd, zstd, zstd, "each block decoded once"))
     return [bar for bar in bars if bar is not None]
 
 
