@@ -87,10 +87,15 @@ void lf_cache_close(lf_cache *cache) {
   pthread_cond_destroy(&cache->loaded);
 }
 
+/* By size too: an index may call the same bytes two blocks, and a row is checked against the size of its own. */
+static int is_of(const lf_cached *entry, const lf_block *block) {
+  return entry->fd == block->fd && entry->offset == block->offset && entry->bytes == block->raw;
+}
+
 lf_cached *lf_cache_take(lf_cache *cache, const lf_block *block, int *mine) {
   pthread_mutex_lock(&cache->lock);
   lf_cached **chain = chain_of(cache, block->fd, block->offset), *entry = *chain;
-  while (entry != NULL && (entry->fd != block->fd || entry->offset != block->offset)) entry = entry->next;
+  while (entry != NULL && !is_of(entry, block)) entry = entry->next;
   *mine = entry == NULL;
   if (entry == NULL && (entry = fresh(cache, block->raw)) != NULL) {
     entry->fd = block->fd;

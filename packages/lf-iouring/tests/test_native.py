@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +18,22 @@ SOURCES = sorted((ROOT / "csrc").glob("*.c"))
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
+def sanitized(tmp_path, main, flags):
+    """A program of tests/ with all of the C code, compiled under sanitizers."""
+    binary = tmp_path / "native"
+    base = ["cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
+    program = Path(__file__).with_name(main)
+    built = subprocess.run(
+        [*base, *flags, "-fno-sanitize-recover=all", "-o", binary, program, *SOURCES],
+        capture_output=True,
+        text=True,
+    )
+    if built.returncode and "cannot find" in built.stderr:
+        pytest.skip("the compiler has no sanitizer libraries")
+    assert built.returncode == 0, built.stderr
+    return binary
+
+
 @needs_compiler
 @pytest.mark.parametrize(
     ("main", "flags"),
@@ -30,26 +47,27 @@ needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C com
     ids=["address", "thread", "plain-hash", "writes", "packing"],
 )
 def test_the_c_code_is_clean_under_sanitizers(tmp_path, main, flags):
-    binary = tmp_path / "native"
-    base = ["cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
-    built = subprocess.run(
-        [
-            *base,
-            *flags,
-            "-fno-sanitize-recover=all",
-            "-o",
-            binary,
-            Path(__file__).with_name(main),
-            *SOURCES,
-        ],
-        capture_output=True,
-        text=True,
-    )
-    if built.returncode and "cannot find" in built.stderr:
-        pytest.skip("the compiler has no sanitizer libraries")
-    assert built.returncode == 0, built.stderr
+    binary = sanitized(tmp_path, main, flags)
     done = subprocess.run([binary, tmp_path / "data"], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "ok", done.stdout + done.stderr
+
+
+@needs_compiler
+def test_an_index_that_lies_never_makes_the_reader_touch_foreign_memory_or_pass_wrong_bytes(tmp_path):
+    binary = sanitized(tmp_path, "fuzz_reader.c", ["-fsanitize=address,undefined"])
+    for seed in ("1", "2"):
+        done = subprocess.run(
+            [binary, tmp_path / "data", "20000", seed],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            env=os.environ | {"ASAN_OPTIONS": "allocator_may_return_null=1"},
+        )
+        assert done.stdout.startswith("ok: "), done.stdout + done.stderr
+        right, _, short, wrong_hash, wrong_extent, *_ = map(
+            int, re.findall(r"(\d+) (?:right|of)", done.stdout)
+        )
+        assert min(right, short, wrong_hash, wrong_extent) > 500  # it reached what it is meant to reach
 
 
 @needs_compiler

@@ -41,14 +41,17 @@ static void run_writes(const char *path, uint32_t ring, int direct) {
   lf_write_job jobs[COUNT];
   for (uint64_t i = 0; i < COUNT; i++) {
     uint64_t at = i * STRETCH;
-    jobs[i] = (lf_write_job){file, second, unit, 1, address + at, STRETCH, at + 123, 0, 0, 0, 0, 0, 0, 0, 0};
+    jobs[i] = (lf_write_job){.fd = file, .direct = second, .unit = unit, .hash = 1, .source = address + at,
+                             .bytes = STRETCH, .offset = at + 123};
     while (lf_write(w, &jobs[i]) == LF_PENDING) continue;
     CHECK(jobs[i].xxh3 == lf_xxh3_64(memory + at, STRETCH, 0));
   }
   for (uint32_t i = 0; i < COUNT; i++) CHECK(lf_write_wait(w, &jobs[i]) == LF_OK);
   check_file(file, 123, (uint64_t)COUNT * STRETCH, memory);
   CHECK(second < 0 || jobs[1].refused || jobs[1].direct_bytes > 0);
-  lf_write_job bad = {second < 0 ? -1 : file, second < 0 ? -1 : 1 << 20, unit, 0, address, SIZE, 0, 0, 0, 0, 0, 0, 0, 0, 0};
+  lf_write_job bad = {.fd = second < 0 ? -1 : file, .direct = second < 0 ? -1 : 1 << 20, .unit = unit};
+  bad.source = address;
+  bad.bytes = SIZE;
   uint32_t kind = lf_write(w, &bad);
   CHECK(kind == LF_ERRNO || lf_write_wait(w, &bad) == LF_ERRNO);
   CHECK(bad.error == EBADF && bad.failed_at == 0);
