@@ -18,7 +18,7 @@ typedef struct {
   struct lf_engine *engine;
   pthread_t thread;
   lf_gatherer gatherer;
-  int ring_error, register_error, files_error;
+  int ring_error, register_error, files_error, polling_error;
 } worker; /* the caller's own has no thread */
 
 struct lf_engine {
@@ -70,11 +70,20 @@ static int register_buffers(lf_gatherer *g, const lf_options *options) {
   return rc;
 }
 
+static int open_polled(worker *w, uint32_t entries) {
+  const struct lf_engine *e = w->engine;
+  if (e->options.polling == LF_POLL_NONE || e->files.count == 0) return 0;
+  int fd = e->files.fds[e->files.direct ? e->files.count : 0];
+  int rc = lf_ring_open_polled(&w->gatherer.ring, entries, e->options.polling, fd);
+  w->polling_error = -rc;
+  return rc == 0;
+}
+
 static void open_ring(worker *w, int one_thread) {
   struct lf_engine *e = w->engine;
   lf_gatherer *g = &w->gatherer;
   uint32_t entries = e->options.entries > MIN_ENTRIES ? e->options.entries : MIN_ENTRIES;
-  int rc = open_largest(&g->ring, entries, one_thread);
+  int rc = open_polled(w, entries) ? 0 : open_largest(&g->ring, entries, one_thread);
   /* The kernel returns the locked memory of closed rings some milliseconds late (seen on 6.18). */
   for (int i = 0; i < 4 && rc == -ENOMEM; i++) {
     nanosleep(&(struct timespec){0, 10000000}, NULL);
@@ -150,6 +159,8 @@ static void report(struct lf_engine *e, lf_info *info) {
       info->entries = w->gatherer.depth;
       info->setup_flags = w->gatherer.ring.flags;
     }
+    info->polling += e->options.polling != LF_POLL_NONE && w->gatherer.has_ring && w->polling_error == 0;
+    if (w->polling_error) info->polling_error = w->polling_error;
     if (w->ring_error) info->ring_error = w->ring_error;
     if (w->register_error) info->register_error = w->register_error;
     if (w->files_error) info->files_error = w->files_error;

@@ -6,17 +6,25 @@
 
 #include <errno.h>
 #include <stdatomic.h>
+#include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
+#include "lf_native.h"
+
 enum { SYS_SETUP = 425, SYS_ENTER = 426, SYS_REGISTER = 427 };
 enum { OP_READ_FIXED = 4, OP_WRITE_FIXED = 5, OP_READ = 22, OP_WRITE = 23 };
-enum { ENTER_GETEVENTS = 1, REGISTER_BUFFERS = 0, REGISTER_FILES = 2, FIXED_FILE = 1 };
-enum { SETUP_CLAMP = 1 << 4, SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
+enum { ENTER_GETEVENTS = 1, ENTER_SQ_WAKEUP = 2, SQ_NEED_WAKEUP = 1 };
+enum { REGISTER_BUFFERS = 0, REGISTER_FILES = 2, FIXED_FILE = 1 };
+enum { SETUP_IOPOLL = 1 << 0, SETUP_SQPOLL = 1 << 1, SETUP_CLAMP = 1 << 4 };
+enum { SETUP_SINGLE_ISSUER = 1 << 12, SETUP_DEFER_TASKRUN = 1 << 13 };
 /* One mapping for both rings (5.4), and the release that brought OP_READ (5.6). */
 enum { FEAT_SINGLE_MMAP = 1 << 0, FEAT_RW_CUR_POS = 1 << 3 };
+/* How long the kernel's thread looks for work before it sleeps; a batch is read in less. */
+#define SQ_IDLE_MS 20
+#define PROBE_BYTES 4096
 #define OFFSET_RINGS 0
 #define OFFSET_SQES 0x10000000
 
@@ -76,6 +84,14 @@ static int setup(uint32_t entries, int one_thread, struct ring_params *params) {
   return fd;
 }
 
+static int setup_polled(uint32_t entries, uint32_t polling, struct ring_params *params) {
+  memset(params, 0, sizeof *params);
+  params->flags = SETUP_CLAMP | (polling == LF_POLL_DEVICE ? SETUP_IOPOLL : SETUP_SQPOLL);
+  params->sq_thread_idle = SQ_IDLE_MS;
+  int fd = (int)syscall(SYS_SETUP, entries, params);
+  return fd < 0 ? -errno : fd;
+}
+
 static int map_rings(lf_ring *ring, const struct ring_params *p) {
   size_t sq = p->sq.word6 + p->sq_entries * sizeof(uint32_t);
   size_t cq = p->cq.word5 + p->cq_entries * sizeof(struct cqe);
@@ -95,6 +111,7 @@ static void locate(lf_ring *ring, const struct ring_params *p) {
   uint8_t *base = ring->rings;
   ring->sq_tail = (uint32_t *)(base + p->sq.tail);
   ring->sq_mask = (uint32_t *)(base + p->sq.mask);
+  ring->sq_flags = (uint32_t *)(base + p->sq.word4);
   ring->sq_array = (uint32_t *)(base + p->sq.word6);
   ring->cq_head = (uint32_t *)(base + p->cq.head);
   ring->cq_tail = (uint32_t *)(base + p->cq.tail);
@@ -105,20 +122,50 @@ static void locate(lf_ring *ring, const struct ring_params *p) {
   ring->tail = *ring->sq_tail;
 }
 
-int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread) {
-  struct ring_params params;
+/* The set-up call's answer to a ring that can be used. */
+static int begin(lf_ring *ring, int fd, const struct ring_params *params) {
   memset(ring, 0, sizeof *ring);
   ring->rings = ring->sqes = MAP_FAILED;
-  ring->fd = setup(entries, one_thread, &params);
-  if (ring->fd < 0) return ring->fd;
+  ring->fd = fd;
+  if (fd < 0) return fd;
   const uint32_t needed = FEAT_SINGLE_MMAP | FEAT_RW_CUR_POS;
-  int rc = (params.features & needed) == needed ? map_rings(ring, &params) : -ENOSYS;
+  int rc = (params->features & needed) == needed ? map_rings(ring, params) : -ENOSYS;
   if (rc < 0) {
     lf_ring_close(ring);
     return rc;
   }
-  locate(ring, &params);
+  locate(ring, params);
   return 0;
+}
+
+int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread) {
+  struct ring_params params;
+  int fd = setup(entries, one_thread, &params);
+  return begin(ring, fd, &params);
+}
+
+/* A set-up that succeeds proves nothing: without poll queues of the device every IOPOLL read fails. */
+static int probe(lf_ring *ring, int fd) {
+  void *unit;
+  uint64_t tag;
+  int32_t result = 0;
+  if (posix_memalign(&unit, PROBE_BYTES, PROBE_BYTES) != 0) return -ENOMEM;
+  lf_ring_read(ring, fd, -1, unit, PROBE_BYTES, 0, 0);
+  int rc = 0, done = 0;
+  while (!done && (rc == 0 || rc == -EINTR || rc == -EAGAIN)) {
+    rc = lf_ring_enter(ring, 1);
+    done = lf_ring_reap(ring, &tag, &result);
+  }
+  if (done) free(unit); /* otherwise the kernel may still write there */
+  return !done ? rc : result < 0 ? result : 0;
+}
+
+int lf_ring_open_polled(lf_ring *ring, uint32_t entries, uint32_t polling, int fd) {
+  struct ring_params params;
+  int ring_fd = setup_polled(entries, polling, &params);
+  int rc = begin(ring, ring_fd, &params);
+  if (rc == 0 && (rc = probe(ring, fd)) < 0) lf_ring_close(ring);
+  return rc;
 }
 
 int lf_ring_register(lf_ring *ring, const struct iovec *buffers, uint32_t count) {
@@ -179,9 +226,23 @@ void lf_ring_write(lf_ring *ring, int fd, const uint8_t *src, uint32_t bytes, ui
   sqe->fd = fd;
 }
 
+/* With SQPOLL the kernel's thread takes entries by itself, unless it sleeps. It looks at the tail once more after it
+   has set its flag, so the flag has to be read after the tail was written: not with less than this order. */
+static uint32_t publish_and_wake(lf_ring *ring) {
+  const memory_order order = memory_order_seq_cst;
+  atomic_store_explicit((_Atomic uint32_t *)ring->sq_tail, ring->tail, order);
+  uint32_t flags = atomic_load_explicit((_Atomic uint32_t *)ring->sq_flags, order);
+  return flags & SQ_NEED_WAKEUP ? ENTER_SQ_WAKEUP : 0;
+}
+
 int lf_ring_enter(lf_ring *ring, uint32_t wait_for) {
-  store_release(ring->sq_tail, ring->tail);
-  long taken = syscall(SYS_ENTER, ring->fd, ring->queued, wait_for, ENTER_GETEVENTS, NULL, 0);
+  uint32_t flags = ENTER_GETEVENTS;
+  if (ring->flags & SETUP_SQPOLL) {
+    flags |= publish_and_wake(ring);
+  } else {
+    store_release(ring->sq_tail, ring->tail);
+  }
+  long taken = syscall(SYS_ENTER, ring->fd, ring->queued, wait_for, flags, NULL, 0);
   if (taken < 0) return -errno;
   ring->queued -= (uint32_t)taken;
   return 0;

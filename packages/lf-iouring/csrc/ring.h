@@ -21,7 +21,7 @@ typedef struct {
   size_t rings_bytes;
   void *sqes;
   size_t sqes_bytes;
-  uint32_t *sq_tail, *sq_mask, *sq_array;
+  uint32_t *sq_tail, *sq_mask, *sq_flags, *sq_array;
   uint32_t *cq_head, *cq_tail, *cq_mask;
   void *cqes;
   uint32_t tail;       /* our copy; the kernel sees it at lf_ring_enter */
@@ -31,6 +31,9 @@ typedef struct {
 /* All return 0 or a negative errno. With `one_thread` only the thread that opens a ring may use it, which
    saves the kernel work; without, calls may come from any thread, one at a time. */
 int lf_ring_open(lf_ring *ring, uint32_t entries, int one_thread);
+/* One that polls, LF_POLL_SUBMIT (SQPOLL) or LF_POLL_DEVICE (IOPOLL), proved by a read of the open file `fd`.
+   Device polling works only with O_DIRECT descriptors. For calls from any thread, one at a time. */
+int lf_ring_open_polled(lf_ring *ring, uint32_t entries, uint32_t polling, int fd);
 /* Transfers inside one of these buffers, LF_BUFFERS at most, pin no pages of their own any more. Called once. */
 int lf_ring_register(lf_ring *ring, const struct iovec *buffers, uint32_t count);
 /* Reads may then name a descriptor by its place in `fds`. */

@@ -13,6 +13,7 @@ from ._layout import Slot
 from ._native import ffi, lib
 from ._reads import Reads
 from .engine import (
+    POLLING,
     Array,
     Counters,
     EngineInfo,
@@ -45,7 +46,7 @@ class NativeEngine:
 
     def __init__(
         self, threads: int, pool: Array, dataset: Any, files: Files, io_reason: str, depth: int, cache_bytes: int, *,
-        want_ring: bool, by_name: bool,
+        want_ring: bool, by_name: bool, polling: str,
     ) -> None:  # fmt: skip
         report = ffi.new("lf_info *")
         fds = ffi.new("int32_t[]", [*files.fds, *files.direct])
@@ -65,6 +66,8 @@ class NativeEngine:
                 "codings": codings,
                 "coding_count": len(codings),
                 "cache_bytes": cache_bytes,
+                # with interrupts off, only direct reads can complete
+                "polling": POLLING.index(polling) if polling != "iopoll" or files.direct else 0,
             },
         )
         self._handle = lib.lf_engine_new(options, report)
@@ -72,7 +75,9 @@ class NativeEngine:
             files.close()
             raise EngineError(f"no thread could be started: {errno_text(report.start_error)}")
         info = _describe(report, threads, want_ring, by_name)
-        self._info = replace(info, io="direct" if files.direct else "buffered", io_reason=io_reason)
+        io = "direct" if files.direct else "buffered"
+        polls, why = _polling(report, polling, io)
+        self._info = replace(info, io=io, io_reason=io_reason, polling=polls, polling_reason=why)
         # Memory that C threads may write: it must outlive them, also when nobody calls close().
         self._flying: dict[int, tuple[Reads, int, Slot, Any]] = {}
         # The C view of the newest window; consecutive batches share it.
@@ -218,6 +223,19 @@ def _error(reads: Reads, batch: int, kind: int, fault: Any) -> Exception:
         expected = f"a block of {fault.expected} bytes"
         return reads.error(batch, row, 0, expected, f"{fault.found} stored bytes that do not decode to that")
     return reads.error(batch, row, field, f"{fault.expected} bytes", errno_text(fault.error))
+
+
+def _polling(report: Any, wanted: str, io: str) -> tuple[str, str]:
+    """Polling as it is, and why it is not as wanted."""
+    if wanted == "off" or (report.polling and report.polling == report.ring_threads):
+        return wanted, ""
+    if report.polling_error:
+        why = f"a read of the data did not come back by polling: {errno_text(report.polling_error)}"
+    elif not report.ring_threads:
+        why = "there is no ring"
+    else:
+        why = f"device polling needs direct reads, and these are {io}: use io='direct'"
+    return "off", why
 
 
 def _describe(report: Any, threads: int, want_ring: bool, by_name: bool) -> EngineInfo:

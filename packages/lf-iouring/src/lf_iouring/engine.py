@@ -16,6 +16,7 @@ from ._reads import Reads
 Array = npt.NDArray[Any]
 CHOICES = ("auto", "io_uring", "pread", "python")
 ZSTD_CODECS = (1, 3)  # of blocks, as in SPEC.md of lf-format
+POLLING = ("off", "sqpoll", "iopoll")
 MAX_FLYING = 60  # batches one engine holds at a time; the C queue has 64 places
 
 
@@ -44,6 +45,8 @@ class EngineInfo:
         registered_files: so are the files.
         io: "buffered" or "direct".
         io_reason: why.
+        polling: "off", "sqpoll" or "iopoll".
+        polling_reason: why not, where it was asked for.
     """
 
     name: str
@@ -55,6 +58,8 @@ class EngineInfo:
     registered_files: bool = False
     io: str = "buffered"
     io_reason: str = "the only way of this engine"
+    polling: str = "off"
+    polling_reason: str = ""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,7 @@ class Engine(Protocol):
 
 
 def choose(
-    name: str, threads: int, pool: Array, dataset: Any, *, io: str, depth: int, cache_bytes: int
+    name: str, threads: int, pool: Array, dataset: Any, *, io: str, depth: int, cache_bytes: int, polling: str
 ) -> Engine:
     """The engine asked for.
 
@@ -121,11 +126,14 @@ def choose(
         io: "buffered", "direct", or "auto" for direct where the page cache cannot hold the data set.
         depth: reads in flight a thread, at most.
         cache_bytes: of decoded blocks kept.
+        polling: one of POLLING; a wish, see EngineInfo.
 
     Raises EngineError naming cause and fix when an explicit choice cannot be had.
     """
     if name not in CHOICES:
         raise EngineError(f"engine={name!r}: choose one of {', '.join(CHOICES)}")
+    if polling not in POLLING:
+        raise EngineError(f"polling={polling!r}: choose one of {', '.join(POLLING)}")
     files = files_of(dataset)
     decision = decide(io, files.size, memory_limit(), "pread" if name == "pread" else "io_uring")
     if name == "python":
@@ -137,7 +145,7 @@ def choose(
         if name != "auto":
             raise EngineError(f"engine={name!r} cannot be had: {missing}; or use engine='auto'")
         return _python(threads, missing, dataset)
-    engine = _native(name, threads, pool, dataset, files, decision, io, depth, cache_bytes)
+    engine = _native(name, threads, pool, dataset, files, decision, io, depth, cache_bytes, polling)
     if name == "io_uring" and engine.info().name != "io_uring":
         reason = engine.info().reason
         engine.close()
@@ -164,7 +172,7 @@ def _missing(dataset: Any) -> str:
 
 def _native(
     name: str, threads: int, pool: Array, dataset: Any, files: Files, decision: Decision, io: str, depth: int,
-    cache_bytes: int,
+    cache_bytes: int, polling: str,
 ) -> Engine:  # fmt: skip
     from ._native_engine import NativeEngine, open_direct
 
@@ -178,7 +186,7 @@ def _native(
                 decision = Decision(False, f"{decision.reason}, but no direct reads of {path}: {why}")
         return NativeEngine(
             threads, pool, dataset, opened, decision.reason, depth, cache_bytes,
-            want_ring=name != "pread", by_name=name != "auto",
+            want_ring=name != "pread", by_name=name != "auto", polling=polling,
         )  # fmt: skip
 
     engine = make(decision)

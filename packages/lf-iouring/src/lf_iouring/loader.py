@@ -46,6 +46,9 @@ class LoongDataLoader:
         io: "buffered" reads through the page cache, "direct" past it (O_DIRECT); "auto" is direct where the
             data set is larger than the page cache can be, with the reason in `info()`.
         queue_depth: reads in flight a thread at most, 1 to 4096; 32 to 64 saturate an NVMe.
+        polling: "sqpoll" has a thread of the kernel look for reads to start, "iopoll" asks the device instead of
+            waiting for interrupts. Both burn processor time and seldom pay. A wish: each ring proves it with a read
+            of the data set, and goes without where that fails, with the reason in `info()`.
         num_workers: threads that read; 0 means the cores of this process over the ranks of this host
             (LOCAL_WORLD_SIZE), less one for the trainer. No worker processes are started.
         prefetch_factor: batches read ahead.
@@ -92,6 +95,7 @@ class LoongDataLoader:
         engine: str = "auto",
         io: str = "auto",
         queue_depth: int = 64,
+        polling: str = "off",
         num_workers: int = 0,
         prefetch_factor: int = 4,
         epochs: int | None = None,
@@ -119,6 +123,7 @@ class LoongDataLoader:
         self._engine_name = engine
         self._io = io
         self._depth = _in_range("queue_depth", queue_depth, 1, 4096)
+        self._polling = polling
         self._prefetch = _in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1)
         if isinstance(self.plan, PackPlan):
             self._packed_rows = token_rows(self._dataset, self._rows.stop - self._rows.start)
@@ -290,7 +295,7 @@ class LoongDataLoader:
         pool = HostPool(max(size, 1), slots, self._hugepages)
         engine = choose(
             self._engine_name, self._threads, pool.buffer, self._dataset,
-            io=self._io, depth=self._depth, cache_bytes=self._cache_bytes,
+            io=self._io, depth=self._depth, cache_bytes=self._cache_bytes, polling=self._polling,
         )  # fmt: skip
         if isinstance(self.plan, PackPlan):
             return PackedPipeline(
