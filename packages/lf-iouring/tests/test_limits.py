@@ -242,7 +242,7 @@ loader.close()
 print(len(os.listdir("/proc/self/task")), flush=True)
 """
     )
-    shm = sorted(os.listdir("/dev/shm"))
+    before = set(os.listdir("/dev/shm"))
     process = start(code, data)
     assert process.stdout.readline().strip() == "forked"
     process.kill()
@@ -251,7 +251,8 @@ print(len(os.listdir("/proc/self/task")), flush=True)
     found, after = out.splitlines()
     assert found == f"{free['padded'][0]} 4"  # itself and three threads of its own
     assert after == "1"
-    assert sorted(os.listdir("/dev/shm")) == shm
+    left = set(os.listdir("/dev/shm")) - before  # others may use it meanwhile
+    assert not [name for name in left if "lf" in name.lower() or "loong" in name.lower()]
 
 
 @pytest.mark.parametrize("way", ["padded", "packed", "direct"])
