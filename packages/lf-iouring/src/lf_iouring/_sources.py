@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._block_order import MIX
 from ._errors import LoaderError, PlanError
 from ._permute import Ids
 from ._runs import BucketRuns
@@ -15,6 +16,8 @@ from .mixing import Mixture, Weight
 from .pack_plan import PackPlan
 from .plan import Plan
 
+# Decoded bytes of a chunk; MIX of them at a time, and those that come next, fit the default cache of the engine.
+_CHUNK_BYTES = 8 << 20
 AnyPlan = Plan | MixPlan | PackPlan
 
 
@@ -71,13 +74,15 @@ def sources_of(dataset: Any, datasets: Sequence[Any] | None, weights: Sequence[W
 
 def make_plan(
     sources: Sequence[Any], weights: Sequence[Weight] | None, *, global_batch: int, seed: int, shuffle: bool,
-    pack: int | None, pack_window: int | None,
+    block: int | None, pack: int | None, pack_window: int | None,
 ) -> AnyPlan:  # fmt: skip
     """The plan a loader with these arguments follows; without weights every source has the same."""
     if pack_window is not None and pack is None:
         raise LoaderError("pack_window belongs to pack")
     if len(sources) == 1 and pack is None:
-        return plan_of(sources[0], global_batch=global_batch, seed=seed, shuffle=shuffle)
+        return plan_of(
+            sources[0], global_batch=global_batch, seed=seed, shuffle=shuffle, shuffle_block_size=block
+        )
     if weights is not None and len(weights) != len(sources):
         raise PlanError(f"{len(sources)} data sets and {len(weights)} weights")
     mixture = Mixture([1] * len(sources) if weights is None else weights)
@@ -85,22 +90,54 @@ def make_plan(
     fingerprint = prints[0] if len(sources) == 1 else _fingerprint(prints, mixture.weights)
     if pack is not None:
         lengths = [source.lengths for source in sources]
-        return PackPlan(lengths, mixture, pack, global_batch, seed, shuffle, fingerprint, pack_window)
+        blocks = [_block_size(source, 1, block) for source in sources]
+        return PackPlan(lengths, mixture, pack, global_batch, seed, shuffle, fingerprint, pack_window, blocks)
     # each source has an order of its own, also when one data set is given twice
     plans = [
-        plan_of(source, global_batch=global_batch, seed=seed + number, shuffle=shuffle)
+        plan_of(
+            source, global_batch=global_batch, seed=seed + number, shuffle=shuffle, shuffle_block_size=block
+        )
         for number, source in enumerate(sources)
     ]
     return MixPlan(plans, mixture, fingerprint)
 
 
-def plan_of(dataset: Any, *, global_batch: int, seed: int = 0, shuffle: bool = True) -> Plan:
+def plan_of(
+    dataset: Any,
+    *,
+    global_batch: int,
+    seed: int = 0,
+    shuffle: bool = True,
+    shuffle_block_size: int | None = None,
+) -> Plan:
     """The plan a LoongDataLoader of one data set with these arguments follows."""
     if len(dataset) == 0:
         raise PlanError("the data set is empty")
     # Opening a file has checked every length against the edge of its bucket.
     runs = BucketRuns.of_blocks(dataset.readers)
-    return Plan(None, runs, dataset.buckets, global_batch, seed, shuffle, dataset.fingerprint)
+    block = _block_size(dataset, global_batch, shuffle_block_size)
+    return Plan(
+        None,
+        runs,
+        dataset.buckets,
+        global_batch,
+        seed,
+        shuffle,
+        dataset.fingerprint,
+        shuffle_block_size=block,
+    )
+
+
+def _block_size(dataset: Any, global_batch: int, asked: int | None) -> int:
+    """Records that stay neighbours: what was asked for, else as many as a chunk of coded blocks holds."""
+    if asked is not None:
+        return asked
+    indices = [reader.opened.index for reader in dataset.readers]
+    decoded = sum(int(index.block_raw[index.block_codec != 0].sum()) for index in indices)
+    if decoded <= 2 * MIX * _CHUNK_BYTES:
+        return 0
+    whole = sum(int(index.block_raw.sum()) for index in indices)
+    return max(global_batch, int(_CHUNK_BYTES * len(dataset) / whole))
 
 
 def _fingerprint(prints: Sequence[str], weights: Sequence[int]) -> str:

@@ -41,6 +41,9 @@ class LoongDataLoader:
         seed: names the order.
         rank, world_size: this process among those that train together.
         shuffle: False reads bucket by bucket in the order of the ids.
+        shuffle_block_size: records that stay neighbours when shuffled, so that a coded block is decoded once and
+            not for every record it holds; eight such blocks are shuffled together. 0 shuffles all records freely.
+            None is 0 for raw blocks and for coded ones of at most 128 MiB decoded, else as many as 8 MiB hold.
         engine: "auto" (io_uring, else pread, else Python, with the reason in `info()`), or one of
             "io_uring", "pread", "python" and nothing else.
         io: "buffered" reads through the page cache, "direct" past it (O_DIRECT); "auto" is direct where the
@@ -92,6 +95,7 @@ class LoongDataLoader:
         rank: int = 0,
         world_size: int = 1,
         shuffle: bool = True,
+        shuffle_block_size: int | None = None,
         engine: str = "auto",
         io: str = "auto",
         queue_depth: int = 64,
@@ -113,8 +117,10 @@ class LoongDataLoader:
         transform_output: Mapping[str, Any] | None = None,
     ) -> None:
         sources = sources_of(dataset, datasets, weights)
+        if shuffle_block_size is not None:
+            _in_range("shuffle_block_size", shuffle_block_size, 0)
         self.plan = make_plan(
-            sources, weights, global_batch=global_batch, seed=seed, shuffle=shuffle,
+            sources, weights, global_batch=global_batch, seed=seed, shuffle=shuffle, block=shuffle_block_size,
             pack=pack, pack_window=pack_window,
         )  # fmt: skip
         self._rows = self.plan.rank_rows(rank, world_size)

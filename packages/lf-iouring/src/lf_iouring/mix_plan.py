@@ -33,6 +33,7 @@ class MixPlan:
         self.buckets = tuple(sorted({edge for plan in plans for edge in plan.buckets}))
         self._first = np.cumsum([0] + [plan.records for plan in plans])
         self.records = int(self._first[-1])
+        self._blocks = [plan.shuffle_block_size for plan in plans]
         self.steps_per_epoch = sum(plan.steps_per_epoch for plan in plans)
 
     def batch(self, step: int) -> BatchSpec:
@@ -73,6 +74,7 @@ class MixPlan:
                 "records": self.records,
                 "buckets": digest(self.buckets),
                 "sources": len(self._plans),
+                **({"shuffle_block_size": self._blocks} if any(self._blocks) else {}),
             },
         }
 

@@ -57,6 +57,7 @@ class PackPlan:
         global_batch: rows of a batch over all ranks.
         seed, shuffle, fingerprint: as for Plan; without shuffling rows follow their first records.
         window: draws of a window; None chooses about 64 batches, at most 65,536 draws.
+        blocks: of each source, records that stay neighbours when it is shuffled, see BlockOrder; 0 or None: any.
 
     Windows are packed in a thread of the plan's own; whoever needs one waits, and a signal ends the wait.
     Threads may share a plan, and a forked child goes on with it. Raises PlanError for arguments that fit no order.
@@ -64,7 +65,7 @@ class PackPlan:
 
     def __init__(
         self, lengths: Sequence[npt.NDArray[Any]], mixture: Mixture, capacity: int, global_batch: int, seed: int,
-        shuffle: bool = True, fingerprint: str = "", window: int | None = None,
+        shuffle: bool = True, fingerprint: str = "", window: int | None = None, blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.buckets = (int(capacity),)
         self.global_batch, self.seed, self.shuffle = int(global_batch), int(seed), bool(shuffle)
@@ -74,9 +75,10 @@ class PackPlan:
         self.records = sum(len(sizes) for sizes in lengths)
         mean = sum(tokens) / self.records
         self.window_draws = window or _automatic(capacity * global_batch * _WINDOW_BATCHES / mean)
+        self.blocks = list(blocks or [0] * len(lengths))
         self._packer = WindowPacker(
             lengths, mixture, self.capacity, self.global_batch,
-            seed=self.seed, shuffle=self.shuffle, window_draws=self.window_draws,
+            seed=self.seed, shuffle=self.shuffle, window_draws=self.window_draws, blocks=self.blocks,
         )  # fmt: skip
         self.windows_per_epoch = self._packer.windows_per_epoch
         self._windows = Ahead(self._packer.packed, _KEPT)
@@ -146,6 +148,7 @@ class PackPlan:
                 "records": self.records,
                 "pack": self.capacity,
                 "window": self.window_draws,
+                **({"shuffle_block_size": self.blocks} if any(self.blocks) else {}),
             },
         }
 

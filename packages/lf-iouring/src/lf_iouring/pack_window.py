@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from ._block_order import BlockOrder
 from ._permute import Ids, permute
 from .mixing import Mixture
 from .packing import Packing, arrange, first_fit
@@ -40,12 +41,16 @@ class WindowPacker:
 
     def __init__(
         self, lengths: Sequence[npt.NDArray[Any]], mixture: Mixture, capacity: int, global_batch: int, *,
-        seed: int, shuffle: bool, window_draws: int,
+        seed: int, shuffle: bool, window_draws: int, blocks: Sequence[int],
     ) -> None:  # fmt: skip
         self._lengths, self._mixture = list(lengths), mixture
         self._capacity, self._global_batch = capacity, global_batch
         self._seed, self._shuffle = seed, shuffle
         self._sizes = [len(sizes) for sizes in self._lengths]
+        self._blocks = [
+            BlockOrder(np.array([size]), 1, block, seed + source) if block and shuffle else None
+            for source, (size, block) in enumerate(zip(self._sizes, blocks, strict=True))
+        ]
         self._first = np.concatenate(([0], np.cumsum(self._sizes)))
         self.records = int(self._first[-1])
         self.windows_per_epoch = max(1, round(self.records / window_draws))
@@ -83,8 +88,12 @@ class WindowPacker:
         passes, places = np.divmod(turns, size)
         if not self._shuffle:
             return places
+        blocks = self._blocks[source]
         for number in range(int(passes[0]), int(passes[-1]) + 1):
             low, high = np.searchsorted(passes, (number, number + 1))
+            if blocks is not None:
+                places[low:high] = blocks.records(0, blocks.numbers(places[low:high], number), number)
+                continue
             places[low:high] = permute(
                 places[low:high], size, seed=self._seed, epoch=number, stream=_DRAW_STREAM + source
             )

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ._block_order import BlockOrder
 from ._errors import PlanError, StateError
 from ._permute import MAX_N, Ids, permute
 from ._runs import BucketRuns
@@ -62,6 +63,7 @@ class Plan:
         shuffle: False reads bucket by bucket in the order of the ids.
         fingerprint: name of the data set's content, kept in the state.
         records: number of records when `lengths` and `bucket_of` are both None.
+        shuffle_block_size: records of a bucket that stay neighbours, see BlockOrder; 0 shuffles all of them freely.
 
     Raises PlanError for arguments that fit no order.
     """
@@ -76,6 +78,7 @@ class Plan:
         shuffle: bool = True,
         fingerprint: str = "",
         records: int | None = None,
+        shuffle_block_size: int = 0,
     ) -> None:
         sizes = None if lengths is None else np.asarray(lengths)
         runs = (
@@ -97,6 +100,10 @@ class Plan:
         self._left_ends = np.cumsum(self._sizes - self._left_starts)
         self._leftovers = int(self._left_ends[-1])
         self.steps_per_epoch = int(self._full_ends[-1]) - -self._leftovers // self.global_batch
+        self.shuffle_block_size = int(shuffle_block_size) if self.shuffle else 0
+        self._blocks = None
+        if self.shuffle_block_size:
+            self._blocks = BlockOrder(self._sizes, self.global_batch, self.shuffle_block_size, self.seed)
 
     def batch(self, step: int) -> BatchSpec:
         """The batch of a step (>= 0, endless: epochs follow each other)."""
@@ -138,6 +145,7 @@ class Plan:
                 "shuffle": self.shuffle,
                 "records": self.records,
                 "buckets": digest(self.buckets),
+                **({"shuffle_block_size": self.shuffle_block_size} if self.shuffle_block_size else {}),
             },
         }
 
@@ -149,12 +157,18 @@ class Plan:
 
     def _epoch_batches(self, epoch: int, places: Ids, columns: Ids) -> tuple[Ids, Ids]:
         """Edges int64[k] and ids int64[k, columns] of the batches at `places` of an epoch."""
-        numbers = self._shuffled(places, self.steps_per_epoch, epoch, _BATCH_STREAM)
+        if self._blocks is None:
+            numbers = self._shuffled(places, self.steps_per_epoch, epoch, _BATCH_STREAM)
+        else:
+            numbers = self._blocks.numbers(places, epoch)
         edge_bucket, buckets, positions = self._positions(numbers, columns)
         ids = np.full(positions.shape, -1, np.int64)
         for bucket in np.flatnonzero(np.bincount(buckets[buckets >= 0])).tolist():
             chosen = buckets == bucket
-            order = self._shuffled(positions[chosen], int(self._sizes[bucket]), epoch, bucket)
+            if self._blocks is None:
+                order = self._shuffled(positions[chosen], int(self._sizes[bucket]), epoch, bucket)
+            else:
+                order = self._blocks.records(bucket, positions[chosen], epoch)
             ids[chosen] = self._runs.ids(bucket, order)
         return np.array(self.buckets, np.int64)[edge_bucket], ids
 
