@@ -30,7 +30,7 @@ GPU_WHEELS = [
     "pydantic-core==2.50.5",
     "annotated-types",
 ]
-GPU_WHEELS += ["typing-inspection", "hypothesis"]
+GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 
