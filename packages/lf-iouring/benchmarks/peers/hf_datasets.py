@@ -66,7 +66,7 @@ def prepare(job: Job) -> list[Case]:
     write(job)
 
     def table() -> Read:
-        return joined_bytes(formatted(job, "binary", "arrow"))
+        return joined_bytes(formatted(job, "binary", "arrow", True))
 
     def indexed(reader: Callable[[Any], Read], kind: str, form: str, memory: bool = False) -> Any:
         return lambda e: by_number(job, e, reader(formatted(job, kind, form, memory)))

@@ -52,7 +52,8 @@ def serve(
         try:
             answer = timed_pass(cases[request["case"]], request["epoch"], request["seconds"], check, items)
         except Exception as error:  # whatever a library raises is the row's result
-            answer = {"error": f"{type(error).__name__}: {error}"[:300]}
+            *_, last = str(error).strip().splitlines() or [""]
+            answer = {"error": f"{type(error).__name__}: {last}"[:300]}
         replies.write(json.dumps(answer) + "\n")
     replies.flush()
     os._exit(0)  # a library whose threads or workers hang at exit must not hold up the run

@@ -42,7 +42,7 @@ def batches(job: Job, epoch: int, workers: int, many: int = 1, buffer: int = BUF
         webdataset.SimpleShardList(tars),
         webdataset.split_by_worker,
         functools.partial(url_opener, bufsize=FILE_BUFFER),
-        tar_file_expander,
+        functools.partial(tar_file_expander, eof_value=None),
         webdataset.shuffle(buffer, initial=buffer),
         webdataset.batched(many * job.batch, collation_fn=joined, partial=False),
     )
