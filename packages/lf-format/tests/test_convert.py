@@ -213,3 +213,81 @@ def test_shard_names_cannot_leave_the_folder(tmp_path: Path) -> None:
     (folder / "index.json").write_text(index)
     with pytest.raises(lff.InputError, match="plain file name"):
         read(folder, "ids")
+
+
+@pytest.mark.parametrize("encoding", ["pkl", "json", "jpeg", "ndarray:uint16:2,3"])
+def test_mds_columns_that_are_not_text_or_ids_are_refused_unread(tmp_path: Path, encoding: str) -> None:
+    with pytest.raises(lff.InputError, match="column encoding") as caught:
+        read(mds(tmp_path, encoding=encoding), "ids")
+    assert caught.value.found == encoding
+
+
+def test_an_mds_shard_under_another_compression_is_refused(tmp_path: Path) -> None:
+    folder = mds(tmp_path, zipped=True)
+    index = (folder / "index.json").read_text().replace("zstd:3", "gz")
+    (folder / "index.json").write_text(index)
+    with pytest.raises(lff.InputError, match="plain or zstd"):
+        read(folder, "ids")
+
+
+def test_mds_folders_below_other_folders_and_under_any_name_are_found(tmp_path: Path) -> None:
+    (tmp_path / "ünï" / "b").mkdir(parents=True)
+    mds(tmp_path / "ünï", zipped=True)
+    (tmp_path / "ünï" / "b" / "x.jsonl").write_text('{"text": "文字"}')
+    assert read(tmp_path, None) == ["文字", *TEXTS]
+
+
+def test_webdataset_members_may_be_npy_json_or_txt_and_pickles_are_refused(tmp_path: Path) -> None:
+    def sample(name: str, content: bytes) -> None:
+        with tarfile.open(tmp_path / "a.tar", "w") as archive:
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+
+    def array(value: Any) -> bytes:
+        raw = io.BytesIO()
+        np.save(raw, value, allow_pickle=True)
+        return raw.getvalue()
+
+    sample("s.npy", array(np.array([1, 2], np.int32)))
+    assert read(tmp_path / "a.tar", "npy") == [[1, 2]]
+    sample("s.json", json.dumps({"body": "ä"}).encode())
+    assert [d.text for d in file_documents([tmp_path / "a.tar"], "body")] == ["ä"]
+    sample("s.txt", "文字".encode())
+    assert read(tmp_path / "a.tar", None) == ["文字"]
+    sample("s.npy", array(np.array([{"a": 1}], object)))
+    with pytest.raises(lff.InputError, match=r"not a \.npy array"):
+        read(tmp_path / "a.tar", "npy")
+    sample("s.pkl", b"\x80\x04.")
+    with pytest.raises(lff.InputError, match="no text"):
+        read(tmp_path / "a.tar", None)
+
+
+def test_a_real_datasets_folder_of_several_shards_is_read_in_order(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = {"ids": [[i, i + 1] for i in range(50)], "text": [f"row {i} ü" for i in range(50)]}
+    datasets.Dataset.from_dict(rows).save_to_disk(tmp_path / "hf", num_shards=4)
+    assert len(input_files(tmp_path / "hf")) == 4
+    assert read(tmp_path / "hf", None) == rows["text"]
+    assert read(tmp_path / "hf", "ids") == rows["ids"]
+    chosen = datasets.Dataset.from_dict(rows).select([7, 3]).shuffle(seed=1)
+    chosen.save_to_disk(tmp_path / "few")
+    assert read(tmp_path / "few", "ids") == chosen["ids"][:]
+
+
+def test_a_datasets_folder_of_several_splits_asks_for_one(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["a", "b"]})
+    datasets.DatasetDict(train=rows, test=rows).save_to_disk(tmp_path / "hf")
+    with pytest.raises(lff.InputError, match="name one of them") as caught:
+        input_files(tmp_path / "hf")
+    assert caught.value.found == ["test", "train"]
+    assert read(tmp_path / "hf" / "test", None) == ["a", "b"]
+
+
+def test_a_link_to_a_folder_is_not_passed_over_in_silence(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    (tmp_path / "real").mkdir()
+    (tmp_path / "in" / "link").symlink_to(tmp_path / "real")
+    with pytest.raises(lff.InputError, match="name it as an input"):
+        input_files(tmp_path / "in")

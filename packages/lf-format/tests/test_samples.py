@@ -322,29 +322,6 @@ def test_any_mixture_of_fields_and_shapes_round_trips(
     assert lff.verify(path).ok
 
 
-def _voxels(cloud: Any) -> Any:
-    return np.unique((cloud * 8).astype(np.uint8), axis=0)
-
-
-def test_a_cloud_is_voxelised_offline_into_another_file(tmp_path: Path) -> None:
-    """A transform over the records of one file, written to the next."""
-    random = np.random.default_rng(1)
-    clouds = [random.random((n, 3)).astype(np.float32) for n in (0, 1, 500)]
-    with lff.Writer(tmp_path / "points.lfg", fields=[Field.tensor("cloud", "float32", (-1, 3))]) as writer:
-        for cloud in clouds:
-            writer.append({"cloud": cloud})
-    with (
-        lff.Reader(tmp_path / "points.lfg") as points,
-        lff.Writer(tmp_path / "grid.lfg", fields=[Field.tensor("voxels", "uint8", (-1, 3))]) as writer,
-    ):
-        for i in range(len(points)):
-            writer.append({"voxels": _voxels(points.record(i)["cloud"])})
-    with lff.Reader(tmp_path / "grid.lfg") as grid:
-        values, starts = grid.gather([2, 1, 0], "voxels")
-        assert starts.tolist() == [0, len(_voxels(clouds[2])), len(_voxels(clouds[2])) + 1, len(values)]
-        assert (values[: starts[1]] == _voxels(clouds[2])).all()
-
-
 @pytest.mark.parametrize("codec", ["raw", "zstd"])
 def test_merge_and_convert_keep_samples(tmp_path: Path, codec: str) -> None:
     paths = [_write(tmp_path / f"{name}.lfg", _samples(9), meta={"fps": 5}) for name in "ab"]

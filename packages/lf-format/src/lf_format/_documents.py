@@ -58,10 +58,12 @@ def stamps(files: list[Path]) -> list[tuple[str, int, int]]:
 def input_files(inputs: Inputs) -> list[Path]:
     """Files of `inputs` in order; a directory stands for its files by sorted path, hidden ones excepted.
 
-    An MDS data set stays a folder, a datasets folder becomes its Arrow files, and a .bin beside an .idx is left to it.
+    An MDS data set stays a folder, a datasets folder becomes its Arrow files, also below others, and a .bin beside an
+    .idx is left to it.
 
     Raises:
-        InputError: for a path that does not exist, or when nothing is found.
+        InputError: for a path that does not exist, a datasets folder of several splits, a link to a folder below, or
+            when nothing is found.
     """
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     files: list[Path] = []
@@ -84,8 +86,18 @@ def _folder(path: Path) -> list[Path]:
         return [path]
     if is_arrow_folder(path):
         return arrow_files(path)
-    found = sorted(p for p in path.rglob("*") if p.is_file() and not _hidden(p.relative_to(path)))
-    return [p for p in found if p.suffix != ".bin" or p.with_suffix(".idx") not in found]
+    if (path / "dataset_dict.json").is_file():  # reading all would mix held-out data with the rest
+        splits = sorted(p.name for p in path.iterdir() if p.is_dir())
+        raise InputError("a datasets folder of several splits; name one of them", path=path, found=splits)
+    files: list[Path] = []
+    for item in sorted(p for p in path.iterdir() if not p.name.startswith(".")):
+        if item.is_dir():
+            if item.is_symlink():
+                raise InputError("a link to a folder; name it as an input", path=item)
+            files += _folder(item)
+        elif item.is_file() and not (item.suffix == ".bin" and item.with_suffix(".idx").is_file()):
+            files.append(item)
+    return files
 
 
 def holds_ids(path: Path, ids_key: str | None) -> bool:
@@ -93,10 +105,6 @@ def holds_ids(path: Path, ids_key: str | None) -> bool:
     if path.suffix in (".npz", ".idx"):
         return True
     return ids_key is not None and (path.is_dir() or path.suffix in (".tar", ".parquet", ".arrow"))
-
-
-def _hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def file_documents(
