@@ -228,3 +228,15 @@ def test_preprocess_refuses_codec_options_that_do_not_go_together(
     assert _run(*arguments) == 2
     assert "codec for dictionary auto" in capsys.readouterr().err
     assert not (tmp_path / "a").exists()
+
+
+def test_measuring_holds_a_bounded_part_of_the_records(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    from lf_format import _train
+
+    monkeypatch.setattr(_train, "SAMPLE_BYTES", 40_000)
+    monkeypatch.setattr(_train, "ALL_SAMPLE_BYTES", 60_000)
+    path = write([[1] * n for n in (8, 60) * 4000], block_bytes=4096)
+    with lff.Reader(path) as reader:
+        samples = _train._samples(reader, [0, 2])
+    held = [sum(len(payload) for payload, _ in s.train + s.judge) for s in samples.values()]
+    assert all(20_000 < size <= 30_000 for size in held)

@@ -297,6 +297,6 @@ def test_convert_command_reports_each_dictionary(
 def test_convert_command_refuses_what_does_not_go_together(
     write: Write, tmp_path: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert cli.main(["convert", str(write([[1]])), "-o", f"{tmp_path}/b.loongbin", *arguments]) == 1
+    assert cli.main(["convert", str(write([[1]])), "-o", f"{tmp_path}/b.loongbin", *arguments]) == 2
     assert "expected" in capsys.readouterr().err
     assert not (tmp_path / "b.loongbin").exists()

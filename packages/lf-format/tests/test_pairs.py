@@ -101,3 +101,18 @@ def test_the_command_writes_the_same_file(
     )
     wrong = ["--image-key", "image", "--eval-fraction", "0.1"]
     assert preprocess_cli.main(["--input", str(pairs), "--output", str(tmp_path), *wrong]) == 2
+
+
+def test_the_codec_of_the_samples_may_be_chosen(
+    pairs: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    common = ["--input", str(pairs), "--image-key", "image", "--image-size", "16", "20"]
+    for codec in ("raw", "auto"):
+        assert preprocess_cli.main([*common, "--output", str(tmp_path / codec), "--codec", codec]) == 0
+    assert "codec " in capsys.readouterr().out
+    with lff.Reader(tmp_path / "raw/train.lfg") as raw, lff.Reader(tmp_path / "auto/train.lfg") as auto:
+        assert [raw.record(i)["image"].tobytes() for i in range(5)] == [
+            auto.record(i)["image"].tobytes() for i in range(5)
+        ]
+    assert preprocess_cli.main([*common, "--output", str(tmp_path / "no"), "--codec", "packed"]) == 2
+    assert "codec of a .lfg" in capsys.readouterr().err

@@ -19,6 +19,7 @@ from lf_format._container import WriteReport
 from lf_format._documents import Inputs, input_files
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
+from lf_format._options import CodecName, CodecOptions
 from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
 from lf_format._tokenizers import load_tokenizer
@@ -74,6 +75,7 @@ def preprocess_pairs(
     min_len: int | None = None,
     max_len: int = 2048,
     num_workers: int = 1,
+    codec: CodecName | CodecOptions = "raw",
     progress: Progress | None = None,
 ) -> PairsReport:
     """Writes `output`/train.lfg with the fields `input_ids` and `image` for every line of .jsonl files.
@@ -84,6 +86,7 @@ def preprocess_pairs(
             None = JPEG files are stored as they are.
         tokenizer, bucket_size, min_len, max_len: as for `preprocess`; a text of more tokens is refused.
         num_workers: threads that decode and resize; the bytes written do not depend on it.
+        codec: how blocks are stored: "raw", "zstd" or "auto".
         progress: called with (records, tokens) written so far.
 
     Raises:
@@ -100,6 +103,7 @@ def preprocess_pairs(
     empty: list[tuple[str, str]] = []
     modes: Counter[str] = Counter()
     options: dict[str, Any] = {"vocab_size": coder.vocab_size, "tokenizer": coder.info, "buckets": edges}
+    options["codec"] = codec
     records = tokens = 0
     with Writer(Path(output) / "train.lfg", fields=fields, **options) as writer:
         for pair, (image, mode) in _loaded(

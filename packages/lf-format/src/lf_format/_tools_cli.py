@@ -11,6 +11,7 @@ from typing import Any
 
 from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._dataset import open_dataset, shard_paths
+from lf_format._errors import FormatError
 from lf_format._layout import PROFILE_LFG
 from lf_format._merge import convert, merge
 from lf_format._overlap import overlap
@@ -122,7 +123,13 @@ def _convert_parser(commands: Any) -> None:
 def _convert(args: argparse.Namespace) -> int:
     with Reader(args.input) as reader:
         samples = reader.opened.header.profile == PROFILE_LFG
-    report = convert(args.input, args.output, codec=codec_options(vars(args), samples))
+    try:
+        options = codec_options(vars(args), samples)
+        options.check_profile(reader.opened.header.profile)
+    except FormatError as error:  # usage, not damage
+        print(f"lf-format: {error}", file=sys.stderr)
+        return 2
+    report = convert(args.input, args.output, codec=options)
     text = f"{report.path}: {report.records} records, {report.tokens} tokens, {report.bytes} bytes"
     _print(args, dataclasses.asdict(report), "\n".join([text, *(f"  {d}" for d in report.decisions)]))
     return 0

@@ -24,7 +24,7 @@ from lf_format._records import check_mask, check_tokens, pack_bits
 from lf_format._samples import encode_sample
 from lf_format._schema import Schema, TokenizerInfo
 
-DEFAULT_BLOCK_BYTES = 131_072
+DEFAULT_BLOCK_BYTES = 131_072  # the smallest files of bench_size.py; a random read decodes one block
 
 
 class Writer:

@@ -132,7 +132,9 @@ def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
         with _Bar("episodes", "frames") as bar:
             return preprocess_robot(inputs[0], output, progress=bar.count, **chosen)
     if options["image_key"] is not None:
-        chosen = _chosen(options, _PAIRS, "image pairs")
+        chosen = _chosen(options, _PAIRS | set(CODEC_NAMES), "image pairs")
+        chosen = {k: v for k, v in chosen.items() if k not in CODEC_NAMES}
+        chosen["codec"] = codec_options(options, samples=True)
         with _Bar("records", "tokens") as bar:
             return preprocess_pairs(inputs, output, progress=bar.count, **chosen)
     _chosen(options, set(options) - _ONLY_SAMPLES, "text")
@@ -189,7 +191,8 @@ def _pairs_text(report: PairsReport) -> str:
     ]
     lines += [f"  skipped {name}: {reason}" for name, reason in report.empty]
     lines += [f"note: {note}" for note in report.notes]
-    return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
+    lines.append(f"{report.output.path}: {report.output.bytes} bytes")
+    return "\n".join([*lines, *(f"  {decision}" for decision in report.output.decisions)])
 
 
 if __name__ == "__main__":
