@@ -286,7 +286,7 @@ def test_data_errors_pickle():
         ({"global_batch": 0}, PlanError),
         ({"num_workers": -1}, LoaderError),
         ({"num_workers": 1.5}, LoaderError),
-        ({"prefetch_factor": 0}, LoaderError),
+        ({"prefetch_factor": -1}, LoaderError),
         ({"prefetch_factor": 1000}, LoaderError),
         ({"epochs": 0}, LoaderError),
         ({"return_type": "jax"}, LoaderError),
@@ -309,7 +309,7 @@ def test_threads_follow_cores_and_ranks_of_the_host(loader_of, monkeypatch):
     info = loader_of().info()
     assert info.engine.threads == 1
     assert "1000 ranks" in info.threads_reason
-    assert loader_of(num_workers=3).info().threads_reason == "num_workers"
+    assert loader_of(num_workers=3).info().threads_reason.startswith("num_workers, more than the 1 cores")
 
 
 def test_the_barrier_variable_is_reported(loader_of, monkeypatch):

@@ -12,6 +12,7 @@ from lf_memory import HostPool, Lease
 
 from ._ahead import Ahead
 from ._batch import Convert, Layout, PackedBatch
+from ._depth import Depth
 from ._errors import LoaderError
 from ._lay import lay, mask_of
 from ._layout import HeapSlot, SlotLayout
@@ -64,7 +65,7 @@ class PackedPipeline:
 
     def __init__(
         self, dataset: Any, plan: PackPlan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
-        convert: Convert, *, verify: bool, prefetch: int, epochs: int | None,
+        convert: Convert, *, verify: bool, depth: Depth, epochs: int | None,
     ) -> None:  # fmt: skip
         self.pool, self.engine = pool, engine
         self.batches = self.tokens = self.overflow = self.segments = 0
@@ -73,7 +74,7 @@ class PackedPipeline:
         self._masked = "loss_mask" in [field.name for field in dataset.fields]
         staging = functools.partial(_stage, dataset, SlotLayout(dataset), plan, rows, verify=verify)
         self._staged = Ahead(staging, _KEPT, ahead=1)
-        self._prefetch, self._epochs = prefetch, epochs
+        self._depth, self._epochs = depth, epochs
         self._flying: deque[_Flight] = deque()
         self._next = 0
         self._spare: list[Array] = []  # staging memory, largest last
@@ -84,14 +85,16 @@ class PackedPipeline:
             if self._next - len(self._flying) != step:
                 self.drain()
                 self._next = step
-            while len(self._flying) <= self._prefetch and not self._past_end(end):
+            while len(self._flying) <= self._depth.value and not self._past_end(end):
                 self._start()
             flight = self._flying[0]
             began = time.perf_counter()
             for read in flight.reads:
                 if read is not None:
                     self.engine.wait(read.ticket)
-            self.wait_s += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self.wait_s += waited
+            self._depth.observe(waited)
             self._flying.popleft()
             return self._deliver(flight)
         except BaseException:
@@ -172,7 +175,7 @@ class PackedPipeline:
     def _give(self, memory: Array) -> None:
         self._spare.append(memory)
         self._spare.sort(key=len)
-        if len(self._spare) > MAX_GROUPS * (self._prefetch + 1):
+        if len(self._spare) > MAX_GROUPS * (self._depth.value + 1):
             del self._spare[0]
 
     def _deliver(self, flight: _Flight) -> PackedBatch:

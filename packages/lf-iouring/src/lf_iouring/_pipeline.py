@@ -11,6 +11,7 @@ import numpy as np
 from lf_memory import HostPool, Lease
 
 from ._batch import Batch, Convert
+from ._depth import Depth
 from ._errors import LoaderError
 from ._layout import HeapSlot, Slot, SlotLayout
 from ._permute import Ids
@@ -57,7 +58,7 @@ class Pipeline:
 
     def __init__(
         self, dataset: Any, plan: Plan | MixPlan, rows: slice, layout: SlotLayout, pool: HostPool, engine: Engine,
-        convert: Convert, *, verify: bool, prefetch: int,
+        convert: Convert, *, verify: bool, depth: Depth,
     ) -> None:  # fmt: skip
         self.pool = pool
         self.engine = engine
@@ -71,7 +72,7 @@ class Pipeline:
         self._plain = all(field.name in ("tokens", "loss_mask") for field in dataset.fields)
         self._convert = convert
         self._verify = verify
-        self._prefetch = prefetch
+        self._depth = depth
         self._flying: deque[_Flight] = deque()
         self._next = 0
         self._window: _Window | None = None
@@ -89,7 +90,9 @@ class Pipeline:
             flight = self._flying[0]
             began = time.perf_counter()
             self.engine.wait(flight.ticket)
-            self.wait_s += time.perf_counter() - began
+            waited = time.perf_counter() - began
+            self.wait_s += waited
+            self._depth.observe(waited)
             self._flying.popleft()
             return self._deliver(flight)
         except BaseException:
@@ -119,7 +122,7 @@ class Pipeline:
         self.pool.close(force=True)
 
     def _top_up(self, end: int | None) -> None:
-        while len(self._flying) <= self._prefetch and (end is None or self._next < end):
+        while len(self._flying) <= self._depth.value and (end is None or self._next < end):
             lease = self.pool.try_acquire()
             if lease is None and self._flying:
                 return

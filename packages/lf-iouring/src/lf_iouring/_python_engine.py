@@ -28,7 +28,9 @@ class PythonEngine:
         self._info = EngineInfo("python", reason, threads)
         self._dataset = dataset
         self._names = [field.name for field in dataset.fields]
-        self._threads = ThreadPoolExecutor(threads, "lf-python")
+        # as threads made in C do, these inherit the binding of the thread that makes the engine
+        bound = (0, os.sched_getaffinity(0))
+        self._threads = ThreadPoolExecutor(threads, "lf-python", os.sched_setaffinity, bound)
         self._tickets = itertools.count()
         self._flying: dict[int, Future[None]] = {}
         self._lock = threading.Lock()

@@ -24,6 +24,7 @@ class LoaderStats:
         pages: pages under the pool.
         slots: slots of the pool.
         copy_s, copied_bytes: seconds the caller spent starting copies to the device, bytes of them.
+        prefetch, prefetch_changes: batches read ahead now, and how often that number changed.
         transform_s: seconds the caller spent in the transform, or waiting for the workers that run it.
     """
 
@@ -47,6 +48,8 @@ class LoaderStats:
     slots: int
     copy_s: float = 0.0
     copied_bytes: int = 0
+    prefetch: int = 0
+    prefetch_changes: int = 0
     transform_s: float = 0.0
 
 
@@ -57,20 +60,23 @@ class LoaderInfo:
     Attributes:
         engine: see EngineInfo.
         threads_reason: where the number of engine threads comes from.
+        cores: those they are bound to, empty when they are not.
         pages, pages_reason: pages under the pool and why these.
         slots, slot_bytes: size of the pool.
-        prefetch: batches read ahead of the caller.
+        prefetch_bounds, prefetch_reason: least and most batches read ahead of the caller, and why.
         records, steps_per_epoch, fingerprint: of the data set and plan.
         notes: environment variables seen and what they do here.
     """
 
     engine: EngineInfo
     threads_reason: str
+    cores: tuple[int, ...]
     pages: str
     pages_reason: str
     slots: int
     slot_bytes: int
-    prefetch: int
+    prefetch_bounds: tuple[int, int]
+    prefetch_reason: str
     records: int
     steps_per_epoch: int
     fingerprint: str

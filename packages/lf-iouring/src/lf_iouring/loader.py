@@ -10,6 +10,8 @@ from typing import Any, Self
 from lf_memory import HostPool
 
 from ._batch import Batch, converter, token_rows
+from ._cores import bound_to, cores_for, engine_threads
+from ._depth import AutoDepth, FixedDepth
 from ._errors import LoaderError, StateError
 from ._layout import SlotLayout
 from ._packed import MAX_PREFETCH, PackedPipeline
@@ -27,6 +29,7 @@ __all__ = ["LoongDataLoader", "engine_threads", "plan_of"]
 
 # Beyond the batches read ahead: the one the caller works on, and the one it has not let go of yet.
 _SPARE_SLOTS = 3
+_LEAST_DEPTH, _START_DEPTH, _MOST_DEPTH, _MOST_DEPTH_BYTES = 2, 4, 32, 256 << 20
 
 
 class LoongDataLoader:
@@ -54,7 +57,11 @@ class LoongDataLoader:
             of the data set, and goes without where that fails, with the reason in `info()`.
         num_workers: threads that read; 0 means the cores of this process over the ranks of this host
             (LOCAL_WORLD_SIZE), less one for the trainer. No worker processes are started.
-        prefetch_factor: batches read ahead.
+        pin_threads: bind these threads to cores: True takes the last ones of this rank's share (LOCAL_RANK of
+            LOCAL_WORLD_SIZE), or the cores themselves.
+        prefetch_factor: batches read ahead. "auto" or 0 follows the waits: deeper while steps wait and depth
+            helps, one batch less after long calm; from 2 to 32 batches or 256 MiB of slots, which are there from
+            the start.
         epochs: passes over the data set; None is endless.
         return_type: "torch", "numpy", or "auto" for torch where it is installed.
         hugepages: see lf_memory.HostPool.
@@ -101,7 +108,8 @@ class LoongDataLoader:
         queue_depth: int = 64,
         polling: str = "off",
         num_workers: int = 0,
-        prefetch_factor: int = 4,
+        pin_threads: bool | Sequence[int] = False,
+        prefetch_factor: int | str = 4,
         epochs: int | None = None,
         return_type: str = "auto",
         hugepages: str = "auto",
@@ -130,11 +138,20 @@ class LoongDataLoader:
         self._io = io
         self._depth = _in_range("queue_depth", queue_depth, 1, 4096)
         self._polling = polling
-        self._prefetch = _in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1)
+        most = MAX_FLYING - 1
         if isinstance(self.plan, PackPlan):
             self._packed_rows = token_rows(self._dataset, self._rows.stop - self._rows.start)
-            self._prefetch = min(self._prefetch, MAX_PREFETCH)
-        self._threads, self._threads_reason = engine_threads(num_workers, self._prefetch)
+            most = MAX_PREFETCH
+        self._automatic = prefetch_factor in (0, "auto") and prefetch_factor is not False
+        if self._automatic:
+            self._bounds = automatic_bounds(self._slot_bytes(), most)
+        else:
+            fixed = min(_in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1), most)
+            self._bounds = (fixed, fixed)
+        self._threads, self._threads_reason = engine_threads(
+            _in_range("num_workers", num_workers, 0), self._bounds[1]
+        )
+        self._cores = cores_for(pin_threads, self._threads)
         self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
         self._convert = converter(return_type)
         self._backend = backend_of(device, return_type)
@@ -241,6 +258,8 @@ class LoongDataLoader:
             slots=pipeline.pool.slots,
             copy_s=self._feed.copy_s if isinstance(self._feed, DeviceFeed) else 0.0,
             copied_bytes=self._feed.copied_bytes if isinstance(self._feed, DeviceFeed) else 0,
+            prefetch=self._depth_now.value,
+            prefetch_changes=self._depth_now.changes if isinstance(self._depth_now, AutoDepth) else 0,
             transform_s=self._through.transform_s if isinstance(self._through, InThread | InWorkers) else 0.0,
             **asdict(counters),
         )
@@ -252,11 +271,13 @@ class LoongDataLoader:
         return LoaderInfo(
             engine=self._pipeline.engine.info(),
             threads_reason=self._threads_reason,
+            cores=self._cores,
             pages=pool.pages,
             pages_reason=pool.stats().reason,
             slots=pool.slots,
             slot_bytes=pool.slot_bytes,
-            prefetch=self._prefetch,
+            prefetch_bounds=self._bounds,
+            prefetch_reason=_prefetch_reason(self._automatic, self._bounds),
             records=self.plan.records,
             steps_per_epoch=0 if isinstance(self.plan, PackPlan) else self.plan.steps_per_epoch,
             fingerprint=self.plan.fingerprint,
@@ -293,25 +314,31 @@ class LoongDataLoader:
     def _open(self) -> Pipeline | PackedPipeline:
         plain = self._backend is None and self._transform.transform is None
         convert = self._convert if plain else converter("numpy")
-        slots = self._prefetch + _SPARE_SLOTS + self._transform.in_flight
-        rows = self._rows.stop - self._rows.start
-        packing = isinstance(self.plan, PackPlan)
-        edge = max(self.plan.buckets)
-        size = self._packed_rows.slot_bytes(edge) if packing else self._layout.slot_bytes(rows, edge)
-        pool = HostPool(max(size, 1), slots, self._hugepages)
-        engine = choose(
-            self._engine_name, self._threads, pool.buffer, self._dataset,
-            io=self._io, depth=self._depth, cache_bytes=self._cache_bytes, polling=self._polling,
-        )  # fmt: skip
+        slots = self._bounds[1] + _SPARE_SLOTS + self._transform.in_flight
+        self._depth_now = (
+            AutoDepth(_START_DEPTH, *self._bounds) if self._automatic else FixedDepth(self._bounds[1])
+        )
+        pool = HostPool(self._slot_bytes(), slots, self._hugepages)
+        with bound_to(self._cores):
+            engine = choose(
+                self._engine_name, self._threads, pool.buffer, self._dataset,
+                io=self._io, depth=self._depth, cache_bytes=self._cache_bytes, polling=self._polling,
+            )  # fmt: skip
         if isinstance(self.plan, PackPlan):
             return PackedPipeline(
                 self._dataset, self.plan, self._rows, self._packed_rows, pool, engine, convert,
-                verify=self._verify, prefetch=self._prefetch, epochs=self._epochs,
+                verify=self._verify, depth=self._depth_now, epochs=self._epochs,
             )  # fmt: skip
         return Pipeline(
             self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
-            verify=self._verify, prefetch=self._prefetch,
+            verify=self._verify, depth=self._depth_now,
         )  # fmt: skip
+
+    def _slot_bytes(self) -> int:
+        edge = max(self.plan.buckets)
+        if isinstance(self.plan, PackPlan):
+            return self._packed_rows.slot_bytes(edge)
+        return max(1, self._layout.slot_bytes(self._rows.stop - self._rows.start, edge))
 
     def _feed_of(self) -> Feed | DeviceFeed:
         past = functools.partial(_past, self.plan, self._epochs)
@@ -345,23 +372,16 @@ def _past(plan: AnyPlan, epochs: int | None, step: int) -> bool:
     return step >= epochs * plan.steps_per_epoch
 
 
-def engine_threads(num_workers: int, prefetch: int) -> tuple[int, str]:
-    """Number of engine threads and where it comes from; more than batches in flight would idle."""
-    _in_range("num_workers", num_workers, 0)
-    if num_workers:
-        return min(num_workers, prefetch), "num_workers"
-    cores = len(os.sched_getaffinity(0))
-    ranks = _positive(os.environ.get("LOCAL_WORLD_SIZE"))
-    # One core of each rank's share is for the thread that trains.
-    threads = max(1, min(cores // ranks - 1, prefetch))
-    return threads, f"{cores} cores over {ranks} ranks of this host, one left to the trainer"
+def automatic_bounds(slot_bytes: int, most: int) -> tuple[int, int]:
+    """Least and most batches read ahead when the depth follows the waits: up to 32 of them or 256 MiB."""
+    return _LEAST_DEPTH, min(most, max(_START_DEPTH, min(_MOST_DEPTH, _MOST_DEPTH_BYTES // slot_bytes)))
 
 
-def _positive(text: str | None) -> int:
-    return max(1, int(text)) if text and text.isdigit() else 1
+def _prefetch_reason(automatic: bool, bounds: tuple[int, int]) -> str:
+    return f"follows the waits, {bounds[0]} to {bounds[1]}" if automatic else "prefetch_factor"
 
 
-def _in_range(name: str, value: int, low: int, high: int | None = None) -> int:
+def _in_range(name: str, value: Any, low: int, high: int | None = None) -> int:
     if (
         isinstance(value, bool)
         or not isinstance(value, int)
