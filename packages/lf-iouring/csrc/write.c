@@ -198,12 +198,11 @@ uint32_t lf_write_wait(lf_writer *w, lf_write_job *job) {
   return job->error ? LF_ERRNO : LF_OK;
 }
 
-/* The bounce buffer and the caller's buffers in parts the kernel takes; as many as there is room for. */
-static uint32_t parts_of(const lf_writer *w, const lf_write_options *options, struct iovec *parts) {
+/* The caller's buffers in parts the kernel takes, as many as there is room for. */
+static uint32_t parts_of(const lf_write_options *options, struct iovec *parts) {
   uint32_t count = 0;
-  if (w->bounce.memory != NULL) parts[count++] = (struct iovec){w->bounce.memory, w->bounce.bytes};
   for (uint32_t i = 0; i < options->buffers; i++) {
-    for (uint64_t at = 0; at < options->sizes[i] && count < LF_BUFFERS; at += MAX_REGISTERED) {
+    for (uint64_t at = 0; at < options->sizes[i] && count < LF_BUFFERS - 1; at += MAX_REGISTERED) {
       void *start = (void *)(uintptr_t)(options->addresses[i] + at);
       parts[count++] = (struct iovec){start, least(options->sizes[i] - at, MAX_REGISTERED)};
     }
@@ -211,14 +210,17 @@ static uint32_t parts_of(const lf_writer *w, const lf_write_options *options, st
   return count;
 }
 
-/* RLIMIT_MEMLOCK may allow a ring but no buffers, or only the small one. */
+/* RLIMIT_MEMLOCK may not allow all. The caller's buffers come first: few writes need the bounce buffer. */
 static void register_buffers(lf_writer *w, const lf_write_options *options, lf_write_info *info) {
   struct iovec parts[LF_BUFFERS];
-  uint32_t own = w->bounce.memory != NULL, count = parts_of(w, options, parts);
-  int rc = count > 0 ? lf_ring_register(&w->ring, parts, count) : 0;
-  if (rc < 0 && own && count > own) lf_ring_register(&w->ring, parts, own);
-  info->register_error = -rc;
-  for (uint32_t i = own; i < w->ring.fixed; i++) info->registered_bytes += parts[i].iov_len;
+  const struct iovec own = {w->bounce.memory, w->bounce.bytes};
+  uint32_t count = parts_of(options, parts), all = count;
+  if (own.iov_base != NULL) parts[all++] = own;
+  int rc = all > 0 ? lf_ring_register(&w->ring, parts, all) : 0;
+  if (rc < 0 && count > 0 && count < all) rc = lf_ring_register(&w->ring, parts, count);
+  info->register_error = count > 0 ? -rc : 0;
+  if (rc < 0 && count > 0 && count < all) lf_ring_register(&w->ring, &own, 1);
+  for (uint32_t i = 0; rc == 0 && i < count; i++) info->registered_bytes += parts[i].iov_len;
 }
 
 static void open_ring(lf_writer *w, const lf_write_options *options, lf_write_info *info) {

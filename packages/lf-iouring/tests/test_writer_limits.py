@@ -92,6 +92,8 @@ def test_a_low_memlock_limit_degrades_step_by_step(in_child, kib):
     if kib == 0 and name != "io_uring":
         assert name == "pwrite"
         assert "RLIMIT_MEMLOCK" in reason
+    if kib == 8192 and name == "io_uring":
+        assert registered == str(4 << 20)  # the slab; the buffer for bytes that are not aligned is too much
     if kib == 64 and name == "io_uring":
         assert registered == "0"
         assert "not registered (ENOMEM" in reason
