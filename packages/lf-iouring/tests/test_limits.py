@@ -20,9 +20,10 @@ import lf_format, lf_iouring
 path = sys.argv[1]
 
 WAYS = {"padded": {}, "packed": {"pack": 512}, "direct": {"io": "direct"}, "deep": {"queue_depth": 4096}}
+WAYS["coded"] = {"name": "coded.loongbin"}
 
-def open_loader(**arguments):
-    dataset = lf_format.open_dataset(path)
+def open_loader(name=None, **arguments):
+    dataset = lf_format.open_dataset(path if name is None else os.path.join(os.path.dirname(path), name))
     arguments = {"global_batch": 24, "seed": 7, "epochs": 1, "return_type": "numpy", "num_workers": 3} | arguments
     return lf_iouring.LoongDataLoader(dataset, **arguments)
 
@@ -59,8 +60,9 @@ def public():
 
 
 @pytest.fixture(scope="module")
-def data(public, masked_path):
-    """The masked data set, readable for all."""
+def data(public, masked_path, write):
+    """The masked data set, readable for all; one of zstd blocks lies beside it."""
+    write(public / "coded.loongbin", 400, (64, 256), mask=True, codec="zstd", top=9)
     return shutil.copy(masked_path, public / "data.loongbin")
 
 
@@ -114,8 +116,10 @@ def test_limits_do_not_change_a_batch(data, free, in_child, name):
 def test_a_read_only_folder_of_someone_else_is_enough(public, data, free, in_child):
     folder = public / "readonly"
     folder.mkdir()
+    shutil.copy(public / "coded.loongbin", folder)
     path = shutil.copy(data, folder)
-    os.chmod(path, 0o444)
+    for name in os.listdir(folder):
+        os.chmod(folder / name, 0o444)
     os.chmod(folder, 0o555)
     before = (os.listdir(folder), os.stat(folder).st_mtime_ns)
     code = """
