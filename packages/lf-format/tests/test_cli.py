@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import pty
 import subprocess
 import sys
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -125,3 +128,18 @@ def test_preprocess_exit_codes(
         preprocess_cli.main(["--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out", *flags]) == code
     )
     assert capsys.readouterr().err.startswith("loongforge-preprocess: ")
+
+
+def test_preprocess_shows_a_bar_on_a_terminal_only(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_text('{"text": "some words"}\n' * 500)
+    command = [sys.executable, "-m", "lf_format.preprocess_cli", "--input", f"{tmp_path}/a.jsonl", "--output"]
+    master, terminal = pty.openpty()
+    termios.tcsetwinsize(terminal, (24, 120))
+    subprocess.run([*command, f"{tmp_path}/out"], stdout=subprocess.DEVNULL, stderr=terminal, check=True)
+    os.close(terminal)
+    shown = os.read(master, 1 << 16).decode()
+    os.close(master)
+    assert "500 documents, 5,000 tokens" in shown
+    assert "100%" in shown
+    quiet = subprocess.run([*command, f"{tmp_path}/out"], capture_output=True, check=True)
+    assert quiet.stderr == b""

@@ -41,6 +41,8 @@ def test_a3_a_file_cut_anywhere_does_not_open(sample: Path, tmp_path: Path) -> N
         assert caught.value.offset is not None
         assert (caught.value.expected, caught.value.found) != (None, None)
         assert main(["verify", str(damaged)]) == 1
+        if lay.HEADER_SIZE <= cut < lay.HEADER_SIZE + lay.SECTION_ALIGN:
+            assert "truncated" in str(caught.value)
 
 
 def test_what_is_not_a_regular_file_is_refused_at_once(tmp_path: Path) -> None:
@@ -123,13 +125,38 @@ def _patch(path: Path, offset: int, data: bytes) -> None:
         file.write(data)
 
 
+def test_a3_a_flip_that_zstd_ignores_is_still_found(
+    write: Write, contents: Contents, readable: Readable
+) -> None:
+    """RFC 8878 has an unused bit in the frame header: the block decodes to the same bytes with it set."""
+    path = write([[7] * 60] * 50, codec="zstd", block_bytes=500)
+    good = contents(path)
+    with lff.Reader(path) as reader:
+        at = int(reader.opened.index.block_offset[0]) + lay.BLOCK_HEADER_SIZE + 4
+        count = int(reader.opened.index.block_count[0])
+    _patch(path, at, bytes([path.read_bytes()[at] ^ 0x10]))
+    assert "hash of block 0" in lff.verify(path).problems[0][1]
+    assert main(["verify", "--deep", str(path)]) == 1
+    assert readable(path, good) == 50 - count
+
+
+def test_a3_a_header_of_another_file_is_refused(write: Write) -> None:
+    """Both headers are whole; only the root hash says that this one does not belong to these blocks."""
+    path = write([[1, 2, 3]])
+    other = write([[1, 2, 3]], "other.loongbin", tokenizer=lff.TokenizerInfo("another", "ff"))
+    _patch(path, 0, other.read_bytes()[: lay.HEADER_SIZE])
+    with pytest.raises(lff.FormatError, match="root hash"):
+        lff.Reader(path)
+    assert main(["verify", str(path)]) == 1
+
+
 def test_nonzero_padding_is_reported(sample: Path) -> None:
     _patch(sample, lay.HEADER_SIZE + lay.SECTION_ALIGN - 3, b"\x01")
     assert lff.verify(sample).problems[0][0] == lay.HEADER_SIZE + lay.SECTION_ALIGN - 3
     assert lff.verify(sample, deep=False).ok
 
 
-def test_a_file_that_shrinks_while_it_is_open_is_an_error(write: Write) -> None:
+def test_a3_a_file_that_shrinks_while_it_is_open_is_an_error(write: Write) -> None:
     path = write([[1] * 60] * 9)
     with lff.Reader(path) as reader:
         with path.open("r+b") as file:

@@ -35,3 +35,19 @@ def test_a1_sums_of_lengths_do_not_wrap() -> None:
     fields = (lff.Field("tokens", "tokens", "uint32", "input"),)
     maps, raw = plane_maps(fields, [lengths.astype("<u4")], np.array([0, 40_000]))
     assert int(maps[0].within[-1]) == int(raw[0]) == 4 * 40_000 * 65_535 > 2**32
+
+
+@pytest.mark.parametrize(
+    ("field", "steps", "nbytes"),
+    [
+        (lff.Field.tokens(dtype="uint32"), 2**28, 2**30),
+        (lff.Field.bits("mask"), 2**32 - 1, 2**29),
+        (lff.Field.tensor("x", "float64", (-1, 2**10)), 2**17, 2**30),
+    ],
+    ids=["tokens", "bits", "tensor"],
+)
+def test_a1_sizes_of_the_largest_fields_do_not_wrap(field: lff.Field, steps: int, nbytes: int) -> None:
+    counts = np.full(5, steps, "<u4")
+    assert field.nbytes(counts).tolist() == [nbytes] * 5
+    assert int(cumulative(field.nbytes(counts))[-1]) == 5 * nbytes > 2**31
+    assert field.nbytes_of(steps) == nbytes

@@ -53,6 +53,10 @@ class _Bar:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if kind is None and self._bar.total is not None:
+            self._bar.update(
+                self._bar.total - self._bar.n
+            )  # the end of the last file is after its last document
         self._bar.close()
 
 
