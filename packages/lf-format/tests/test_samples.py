@@ -139,6 +139,16 @@ def test_gather_fills_the_memory_it_is_given(tmp_path: Path) -> None:
         assert reader.gather([], "cloud")[0].shape == (0, 3)
 
 
+def test_gather_checks_ids_in_the_width_of_their_own_field(tmp_path: Path) -> None:
+    fields = (Field.tokens("first", "int32"), Field.tokens("second", "uint16", 3))
+    with lff.Writer(tmp_path / "a.lfg", fields=fields, vocab_size=300, buckets=(8,)) as writer:
+        writer.append({"first": [1], "second": [1, 2, 3]})
+        writer.append({"first": [2, 3], "second": [4, 5, 299]})
+    with lff.Reader(tmp_path / "a.lfg") as reader:
+        assert reader.gather([1, 0], "second").tolist() == [[4, 5, 299], [1, 2, 3]]
+        assert reader.gather([1, 0], "first")[0].tolist() == [2, 3, 1]
+
+
 def test_extents_of_raw_fields_are_the_bytes_in_the_file(tmp_path: Path) -> None:
     path = _write(tmp_path / "a.lfg", _samples(20), block_bytes=700)
     with lff.Reader(path) as reader:

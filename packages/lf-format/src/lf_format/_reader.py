@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import stat
 from bisect import bisect_right
@@ -16,6 +17,7 @@ from lf_format import _layout as lay
 from lf_format._codecs import RAW, Coding, decode
 from lf_format._errors import FormatError, Place
 from lf_format._fields import Field
+from lf_format._gathered import flat, shaped
 from lf_format._index import PlaneMap, cumulative, plane_maps
 from lf_format._locations import Blocks, Extents, Locations, find
 from lf_format._open import load, read_exact
@@ -212,11 +214,13 @@ class Reader:
             raise FormatError(
                 "out is for fields of a fixed shape other than bits", path=self.path, found=field
             )
-        buffer = np.empty(int(sizes.sum()), np.uint8) if out is None else self._flat(out, item, len(rows))
+        buffer = (
+            np.empty(int(sizes.sum()), np.uint8) if out is None else flat(out, item, len(rows), self.path)
+        )
         ends = cumulative(sizes).tolist()
+        parts = [buffer[a:b] for a, b in itertools.pairwise(ends)]
         blocks = (np.searchsorted(self._first, rows, "right") - 1).tolist()
-        for row, (i, block) in enumerate(zip(rows.tolist(), blocks, strict=True)):
-            target = buffer[ends[row] : ends[row + 1]]
+        for i, block, target in zip(rows.tolist(), blocks, parts, strict=True):
             if check:
                 self._checked_bytes(i, block, {k: target})
             elif self.opened.index.block_codec[block] == RAW:
@@ -224,41 +228,14 @@ class Reader:
                 self._pread([target], self._payload_at(block) + start)
             else:
                 self._field_bytes(i, block, {k: target})
-        if item.kind == "tokens":
-            self._check_gathered(buffer, rows, ends)
-        return self._shaped(item, k, rows, buffer, ends) if out is None else out
-
-    def _flat(self, out: Array, item: Field, n: int) -> npt.NDArray[np.uint8]:
-        shape, found = (n, *item.shape), (out.shape, out.dtype)
-        if found != (shape, item.numpy_dtype) or not out.flags.c_contiguous:
-            expected = f"C-contiguous {item.numpy_dtype} {shape}"
-            raise FormatError("out", path=self.path, expected=expected, found=f"{out.dtype} {out.shape}")
-        return out.reshape(-1).view(np.uint8)
-
-    def _check_gathered(self, buffer: npt.NDArray[np.uint8], rows: Array, ends: list[int]) -> None:
-        for row, i in enumerate(rows.tolist()):
-            self._check_ids(i, buffer[ends[row] : ends[row + 1]].view(self.token_dtype), self.vocab_size)
-
-    def _shaped(
-        self, item: Field, k: int, rows: Array, buffer: npt.NDArray[np.uint8], ends: list[int]
-    ) -> Array | tuple[Array, npt.NDArray[np.int64]]:
-        if item.kind == "bits":  # each record begins at a byte of its own
-            values: list[Array] = []
-            for row, i in enumerate(rows.tolist()):
-                bits = item.decode(buffer[ends[row] : ends[row + 1]], int(self._counts[k][i]))
-                if bits is None:
-                    what = f"spare bits of {item.name}"
-                    raise FormatError(what, path=self.path, record=i, expected=0, found=1)
-                values.append(bits)
-            shape = item.shape[1:] if item.ragged else (0, *item.shape)
-            joined = np.concatenate if item.ragged else np.stack
-            whole: Array = joined(values) if values else np.zeros((0, *shape) if item.ragged else shape, bool)
-        else:
-            whole = buffer.view(item.numpy_dtype)
-            whole = (
-                whole.reshape(-1, *item.shape[1:]) if item.ragged else whole.reshape(len(rows), *item.shape)
-            )
-        return (whole, cumulative(self._counts[k][rows])) if item.ragged else whole
+            if item.kind == "tokens":
+                self._check_ids(i, target.view(item.numpy_dtype), self.vocab_size)
+        if out is not None:
+            return out
+        whole = shaped(item, self._counts[k][rows], parts, buffer)
+        if whole is None:
+            raise FormatError(f"spare bits of {item.name}", path=self.path, expected=0, found=1)
+        return whole
 
     def block_payload(self, block: int) -> bytes:
         """Decoded payload of block `block`, hash checked. The last one is kept: its records come in runs."""
