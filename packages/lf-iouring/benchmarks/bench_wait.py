@@ -63,9 +63,10 @@ def drop_cache(root: Path) -> None:
 def cases(root: Path) -> dict[str, Case]:
     dataset = lf_format.open_dataset(root / "tokens.loongbin")
 
-    def ours(io: str) -> Case:
+    def ours(io: str, prefetch: int | str = 4) -> Case:
         def start() -> Iterator[Any]:
-            with LoongDataLoader(dataset, global_batch=ROWS, io=io, seed=time.time_ns()) as loader:
+            arguments = {"io": io, "prefetch_factor": prefetch, "seed": time.time_ns()}
+            with LoongDataLoader(dataset, global_batch=ROWS, **arguments) as loader:
                 yield from loader
 
         return start
@@ -78,6 +79,7 @@ def cases(root: Path) -> dict[str, Case]:
 
     return {
         "lf-iouring, buffered, hashes checked": ours("buffered"),
+        "lf-iouring, buffered, prefetch_factor='auto'": ours("buffered", "auto"),
         "lf-iouring, direct, hashes checked": ours("direct"),
         "torch DataLoader, no workers": theirs(0),
         "torch DataLoader, 2 workers": theirs(2),

@@ -5,6 +5,9 @@ import time
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+from ._errors import LoaderError
+from .engine import MAX_FLYING
+
 _log = logging.getLogger("lf_iouring")
 
 WINDOW = 32  # batches between two decisions
@@ -13,6 +16,8 @@ _HELPED = 0.9  # a larger depth has to bring the mean wait below this part of wh
 _CALM = 16  # windows without a stall before one batch less is tried; doubles when that was wrong
 _HOLD = 64  # windows without a try after a larger depth did not help; doubles too
 _MOST_PATIENCE = 4096
+# Bounds of an automatic depth: batches, and bytes of the slots that have to be there for the most of them.
+_LEAST, _START, _MOST, _MOST_BYTES = 2, 4, 32, 256 << 20
 
 
 @dataclass(frozen=True)
@@ -95,41 +100,56 @@ class Decision:
 
 
 class Depth(Protocol):
-    """What a pipeline asks before it reads ahead."""
+    """What a pipeline asks before it reads ahead.
+
+    Attributes:
+        value: batches to read ahead now.
+        bounds: the least and the most it can be.
+        origin: where it comes from.
+        changes: how often it changed.
+    """
 
     value: int
+    bounds: tuple[int, int]
+    origin: str
+    changes: int
 
     def observe(self, wait_s: float) -> None:
         """The caller has just waited so long for a batch."""
 
 
-@dataclass
-class FixedDepth:
-    """The number that was asked for."""
+def depth_of(asked: int | str, slot_bytes: int, most: int) -> Depth:
+    """The depth for a `prefetch_factor`; more than `most` is cut to it.
 
-    value: int
+    Raises LoaderError for what is no depth.
+    """
+    if asked == "auto" or (asked == 0 and asked is not False):
+        return AutoDepth(_START, _LEAST, min(most, max(_START, min(_MOST, _MOST_BYTES // slot_bytes))))
+    if isinstance(asked, bool) or not isinstance(asked, int) or not 1 <= asked < MAX_FLYING:
+        raise LoaderError(
+            f"prefetch_factor={asked!r}: it must be an integer in 1..{MAX_FLYING - 1}, or 'auto' (or 0)"
+        )
+    return FixedDepth(min(asked, most))
+
+
+class FixedDepth:
+    """The number that was asked for; see Depth."""
+
+    def __init__(self, value: int) -> None:
+        self.value, self.bounds, self.origin, self.changes = value, (value, value), "prefetch_factor", 0
 
     def observe(self, wait_s: float) -> None:
         """See Depth."""
 
 
 class AutoDepth:
-    """A depth between bounds that follows the waits; every change is logged.
-
-    Attributes:
-        value: the depth now.
-        changes: how often it changed.
-    """
+    """A depth between bounds that follows the waits; every change is logged. See Depth."""
 
     def __init__(self, start: int, low: int, high: int) -> None:
         self._decision = Decision(min(max(start, low), high), low, high)
-        self.value, self.changes = self._decision.depth, 0
+        self.value, self.bounds, self.changes = self._decision.depth, (low, high), 0
+        self.origin = f"follows the waits, {low} to {high}"
         self._last: float | None = None
-
-    @property
-    def reason(self) -> str:
-        """Why the depth is what it is."""
-        return self._decision.reason
 
     def observe(self, wait_s: float) -> None:
         """See Depth."""
@@ -139,6 +159,6 @@ class AutoDepth:
             return  # the first batch was not read ahead
         self._decision = self._decision.after(wait_s, now - last)
         if self._decision.depth != self.value:
-            _log.info("prefetch depth %d -> %d: %s", self.value, self._decision.depth, self.reason)
+            _log.info("prefetch depth %d -> %d: %s", self.value, self._decision.depth, self._decision.reason)
             self.value = self._decision.depth
             self.changes += 1

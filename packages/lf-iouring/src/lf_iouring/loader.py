@@ -11,7 +11,7 @@ from lf_memory import HostPool
 
 from ._batch import Batch, converter, token_rows
 from ._cores import bound_to, cores_for, engine_threads
-from ._depth import AutoDepth, FixedDepth
+from ._depth import depth_of
 from ._errors import LoaderError, StateError
 from ._layout import SlotLayout
 from ._packed import MAX_PREFETCH, PackedPipeline
@@ -29,7 +29,6 @@ __all__ = ["LoongDataLoader", "engine_threads", "plan_of"]
 
 # Beyond the batches read ahead: the one the caller works on, and the one it has not let go of yet.
 _SPARE_SLOTS = 3
-_LEAST_DEPTH, _START_DEPTH, _MOST_DEPTH, _MOST_DEPTH_BYTES = 2, 4, 32, 256 << 20
 
 
 class LoongDataLoader:
@@ -142,14 +141,9 @@ class LoongDataLoader:
         if isinstance(self.plan, PackPlan):
             self._packed_rows = token_rows(self._dataset, self._rows.stop - self._rows.start)
             most = MAX_PREFETCH
-        self._automatic = prefetch_factor in (0, "auto") and prefetch_factor is not False
-        if self._automatic:
-            self._bounds = automatic_bounds(self._slot_bytes(), most)
-        else:
-            fixed = min(_in_range("prefetch_factor", prefetch_factor, 1, MAX_FLYING - 1), most)
-            self._bounds = (fixed, fixed)
+        self._ahead = depth_of(prefetch_factor, self._slot_bytes(), most)
         self._threads, self._threads_reason = engine_threads(
-            _in_range("num_workers", num_workers, 0), self._bounds[1]
+            _in_range("num_workers", num_workers, 0), self._ahead.bounds[1]
         )
         self._cores = cores_for(pin_threads, self._threads)
         self._epochs = None if epochs is None else _in_range("epochs", epochs, 1)
@@ -258,8 +252,8 @@ class LoongDataLoader:
             slots=pipeline.pool.slots,
             copy_s=self._feed.copy_s if isinstance(self._feed, DeviceFeed) else 0.0,
             copied_bytes=self._feed.copied_bytes if isinstance(self._feed, DeviceFeed) else 0,
-            prefetch=self._depth_now.value,
-            prefetch_changes=self._depth_now.changes if isinstance(self._depth_now, AutoDepth) else 0,
+            prefetch=self._ahead.value,
+            prefetch_changes=self._ahead.changes,
             transform_s=self._through.transform_s if isinstance(self._through, InThread | InWorkers) else 0.0,
             **asdict(counters),
         )
@@ -276,8 +270,8 @@ class LoongDataLoader:
             pages_reason=pool.stats().reason,
             slots=pool.slots,
             slot_bytes=pool.slot_bytes,
-            prefetch_bounds=self._bounds,
-            prefetch_reason=_prefetch_reason(self._automatic, self._bounds),
+            prefetch_bounds=self._ahead.bounds,
+            prefetch_reason=self._ahead.origin,
             records=self.plan.records,
             steps_per_epoch=0 if isinstance(self.plan, PackPlan) else self.plan.steps_per_epoch,
             fingerprint=self.plan.fingerprint,
@@ -314,10 +308,7 @@ class LoongDataLoader:
     def _open(self) -> Pipeline | PackedPipeline:
         plain = self._backend is None and self._transform.transform is None
         convert = self._convert if plain else converter("numpy")
-        slots = self._bounds[1] + _SPARE_SLOTS + self._transform.in_flight
-        self._depth_now = (
-            AutoDepth(_START_DEPTH, *self._bounds) if self._automatic else FixedDepth(self._bounds[1])
-        )
+        slots = self._ahead.bounds[1] + _SPARE_SLOTS + self._transform.in_flight
         pool = HostPool(self._slot_bytes(), slots, self._hugepages)
         with bound_to(self._cores):
             engine = choose(
@@ -327,11 +318,11 @@ class LoongDataLoader:
         if isinstance(self.plan, PackPlan):
             return PackedPipeline(
                 self._dataset, self.plan, self._rows, self._packed_rows, pool, engine, convert,
-                verify=self._verify, depth=self._depth_now, epochs=self._epochs,
+                verify=self._verify, depth=self._ahead, epochs=self._epochs,
             )  # fmt: skip
         return Pipeline(
             self._dataset, self.plan, self._rows, self._layout, pool, engine, convert,
-            verify=self._verify, depth=self._depth_now,
+            verify=self._verify, depth=self._ahead,
         )  # fmt: skip
 
     def _slot_bytes(self) -> int:
@@ -370,15 +361,6 @@ def _past(plan: AnyPlan, epochs: int | None, step: int) -> bool:
     if isinstance(plan, PackPlan):
         return plan.epoch(step) >= epochs
     return step >= epochs * plan.steps_per_epoch
-
-
-def automatic_bounds(slot_bytes: int, most: int) -> tuple[int, int]:
-    """Least and most batches read ahead when the depth follows the waits: up to 32 of them or 256 MiB."""
-    return _LEAST_DEPTH, min(most, max(_START_DEPTH, min(_MOST_DEPTH, _MOST_DEPTH_BYTES // slot_bytes)))
-
-
-def _prefetch_reason(automatic: bool, bounds: tuple[int, int]) -> str:
-    return f"follows the waits, {bounds[0]} to {bounds[1]}" if automatic else "prefetch_factor"
 
 
 def _in_range(name: str, value: Any, low: int, high: int | None = None) -> int:
