@@ -39,6 +39,7 @@ class SlotTable:
     interrupted change leaves in neither list is found again by `_recover`.
 
     Attributes:
+        base, stride: address of the first slot, and bytes from one slot to the next.
         line: threads that wait for a slot.
         acquires, peak, collected: see PoolStats.
         noun: what a message calls one part of the region.
@@ -50,9 +51,9 @@ class SlotTable:
         self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
     ) -> None:
         self._region: Region | None = region
-        self._address = region.address
+        self.base = region.address
         self._type = slot_type(slot_bytes)
-        self._stride = stride
+        self.stride = stride
         self._lock = threading.Lock()  # never taken by anything the garbage collector may call
         self._returned: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
         self._note_returned: Callable[[Any], None] = self._returned.put
@@ -87,7 +88,7 @@ class SlotTable:
                 self.tracer.note("acquire", index)
             spare = self._spare.pop(index, None)
             if spare is None:
-                memory = self._type.from_address(self._address + index * self._stride)
+                memory = self._type.from_address(self.base + index * self.stride)
                 watch = self._watch(index, memory)
             else:
                 memory, watch = spare
@@ -168,18 +169,14 @@ class SlotTable:
 
     def offset(self, index: int) -> int:
         """First byte of a slot in the region."""
-        return index * self._stride
-
-    def address(self, index: int) -> int:
-        """Address of a slot's first byte."""
-        return self._address + index * self._stride
+        return index * self.stride
 
     def _reach(self, index: int) -> int:
         """Bytes from the start of a slot to the start of the next."""
-        return self._stride
+        return self.stride
 
     def _bytes(self, start: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        memory = slot_type(nbytes).from_address(self._address + start)
+        memory = slot_type(nbytes).from_address(self.base + start)
         memory.region = self._region
         return np.frombuffer(memory, np.uint8)
 
