@@ -9,9 +9,10 @@ re-entrant; whoever needs a slot next takes the returned ones from that queue.
 import ctypes
 import functools
 import queue
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ import numpy.typing as npt
 from ._errors import Holder, PoolError
 from ._lease import Fence, Lease, Watch
 from ._line import Line
-from ._region import PAGE, Region
+from ._region import Region
 from ._trace import Tracer, first_write, poison
 
-_UNSHARED = 2  # references to a released memory: the name in `release`, the argument of getrefcount
+# References to a released memory that no array shows: the name in `release`, the argument of getrefcount. Python 3.14
+# borrows some of them, and without the GIL the count may change meanwhile: nothing is reused there.
+_UNSHARED = 2 if sys.version_info < (3, 14) and not sysconfig.get_config_var("Py_GIL_DISABLED") else -1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -110,7 +113,7 @@ class SlotTable:
             if self._plain and not self._fences:
                 watch = self._busy.pop(index)
                 self._free.append(index)
-                if getrefcount(memory) == _UNSHARED:
+                if sys.getrefcount(memory) == _UNSHARED:
                     self._spare[index] = memory, watch
             else:
                 self._take_back(self._busy[index], "release")
@@ -251,8 +254,3 @@ class SlotTable:
             self._put_free(index)
             site = tracer.last("release", index)
             raise PoolError(f"{self.noun} {index} was written at byte {offset} after its release at {site}")
-
-
-def zone_bytes(tracer: Tracer | None) -> int:
-    """Bytes kept free behind each slot to notice writes past its end."""
-    return PAGE if tracer is not None else 0
