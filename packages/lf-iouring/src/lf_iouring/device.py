@@ -67,10 +67,16 @@ class CudaBackend:
         # from pageable memory a copy would hold the host up; torch's own pinned memory remembers its readers
         host += [torch.from_numpy(array).pin_memory() for array in other]
         with torch.cuda.stream(self._stream):
-            arrays = [tensor.to(self._device, non_blocking=True) for tensor in host]
+            arrays = [torch.empty_like(tensor, device=self._device) for tensor in host]
+            self._copy(host, arrays)
             event = torch.cuda.Event()
             event.record(self._stream)
         return arrays, _EventFence(event)
+
+    def _copy(self, host: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Start the copies; the stream is the current one."""
+        for source, target in zip(host, arrays, strict=True):
+            target.copy_(source, non_blocking=True)
 
     def hand_over(self, arrays: Sequence[Any], fence: Fence) -> None:
         """See Backend."""
