@@ -182,8 +182,9 @@ def test_spare_bits_that_are_not_zero_are_refused(write: Write, monkeypatch: pyt
 def test_padding_inside_a_payload_must_be_zero(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     from lf_format._blocks import PendingBlock
 
-    honest = PendingBlock.payload
-    monkeypatch.setattr(PendingBlock, "payload", lambda self: honest(self).replace(b"\3\0", b"\3\1", 1))
+    honest = PendingBlock.pieces
+    dirty = lambda self: [b"".join(honest(self)).replace(b"\3\0", b"\3\1", 1)]  # noqa: E731
+    monkeypatch.setattr(PendingBlock, "pieces", dirty)
     path = write([[1, 2, 3]], loss_mask=True)
     assert "padding before plane loss_mask" in lff.verify(path).problems[0][1]
 

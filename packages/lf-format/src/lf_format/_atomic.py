@@ -6,9 +6,12 @@ import contextlib
 import os
 import secrets
 import weakref
+from collections.abc import Sequence
 from pathlib import Path
 
 from lf_format._errors import FormatError
+
+_IOV_MAX = 1024  # of Linux
 
 
 class AtomicFile:
@@ -33,6 +36,16 @@ class AtomicFile:
         while view:
             written = os.pwrite(self._fd, view, offset)
             view, offset = view[written:], offset + written
+
+    def write_pieces_at(self, pieces: Sequence[bytes | memoryview], offset: int) -> None:
+        """Writes `pieces` one after another from `offset` on; OSError when the disk is full."""
+        for at in range(0, len(pieces), _IOV_MAX):
+            part = pieces[at : at + _IOV_MAX]
+            size = sum(map(len, part))
+            written = os.pwritev(self._fd, part, offset)
+            if written < size:
+                self.write_at(b"".join(part)[written:], offset + written)
+            offset += size
 
     def seal(self) -> None:
         """Makes the content durable under the temporary name."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+import xxhash
 
 from lf_format import _dictionary
 from lf_format import _layout as lay
@@ -16,6 +17,8 @@ from lf_format._index import Index
 from lf_format._records import record_hash
 
 Array = npt.NDArray[Any]
+Part = bytes | memoryview  # of one byte an item
+_LARGE = 4096  # bytes; below, one copy costs less than hashing and writing the values one by one
 
 
 @dataclass(frozen=True)
@@ -25,7 +28,7 @@ class StoredBlock:
     Attributes:
         bucket, codec, dictionary: as in the block header.
         raw_len: decoded bytes.
-        stored: the payload as stored.
+        stored: the payload as stored, whole or in pieces.
         lengths, hashes, flags: one value a record, [records].
         max_id: largest token id.
         counts: first axis of the ragged fields of a .lfg by field name, [records] each.
@@ -34,7 +37,7 @@ class StoredBlock:
     bucket: int
     codec: int
     raw_len: int
-    stored: bytes
+    stored: bytes | Sequence[Part]
     lengths: Array
     hashes: Array
     flags: Array
@@ -42,9 +45,17 @@ class StoredBlock:
     dictionary: int = 0
     counts: Mapping[str, Array] = field(default_factory=dict)
 
+    @property
+    def pieces(self) -> Sequence[Part]:
+        """The payload in pieces."""
+        return (self.stored,) if isinstance(self.stored, bytes) else self.stored
+
     def header(self, first_record: int) -> lay.BlockHeader:
         """Header of the block when its first record has the number `first_record`."""
-        sizes = (self.raw_len, len(self.stored), lay.xxh3(self.stored))
+        digest = xxhash.xxh3_64()
+        for piece in self.pieces:
+            digest.update(piece)
+        sizes = (self.raw_len, sum(map(len, self.pieces)), digest.intdigest())
         return lay.BlockHeader(
             self.bucket, self.codec, self.dictionary, len(self.lengths), first_record, *sizes
         )
@@ -58,34 +69,38 @@ class PendingBlock:
     """
 
     def __init__(self, fields: int) -> None:
-        self.planes: list[list[bytes]] = [[] for _ in range(fields)]
+        self.planes: list[list[Part]] = [[] for _ in range(fields)]
         self.lengths: list[int] = []
+        self.hashes: list[int] = []
         self.flags: list[int] = []
-        self.counts: list[list[int]] = []
+        self.counts: list[Sequence[int]] = []
         self.nbytes = 0
 
-    def add(self, parts: list[bytes], length: int, flags: int, counts: list[int] | None = None) -> None:
+    def add(self, parts: Sequence[Part], length: int, flags: int, counts: Sequence[int] = ()) -> None:
         """One record: its bytes per field, tokens, flags, and steps of every ragged field with own column."""
-        if counts is not None:
-            self.counts.append(counts)
         for plane, part in zip(self.planes, parts, strict=True):
             plane.append(part)
-            self.nbytes += len(part)
+        self.nbytes += sum(map(len, parts))
         self.lengths.append(length)
+        self.hashes.append(record_hash(parts))
         self.flags.append(flags)
+        self.counts.append(counts)
 
-    def payload(self) -> bytes:
-        """Decoded payload: one plane per field, each at a multiple of 64."""
-        out = bytearray()
+    def pieces(self) -> list[Part]:
+        """Decoded payload: one plane per field, each at a multiple of 64. Large values are not copied."""
+        out: list[Part] = []
+        end = 0
         for plane in self.planes:
-            out.extend(bytes(lay.align(len(out), lay.BLOCK_ALIGN) - len(out)))
-            out.extend(b"".join(plane))
-        return bytes(out)
+            start = lay.align(end, lay.BLOCK_ALIGN)
+            size = sum(map(len, plane))
+            values = plane if size > _LARGE * len(plane) else [b"".join(plane)]
+            out += [bytes(start - end), *values]
+            end = start + size
+        return out
 
     def rows(self) -> tuple[Array, Array, Array]:
         """Lengths, record hashes and flags, each [records]."""
-        hashes = [record_hash(parts) for parts in zip(*self.planes, strict=True)]
-        return np.array(self.lengths, "<u4"), np.array(hashes, "<u4"), np.array(self.flags, "u1")
+        return np.array(self.lengths, "<u4"), np.array(self.hashes, "<u4"), np.array(self.flags, "u1")
 
     def step_columns(self, names: Sequence[str]) -> dict[str, Array]:
         """Steps of the ragged fields `names`, in the order in which `add` was given them."""

@@ -114,8 +114,8 @@ class Container:
     def _put(self, block: StoredBlock) -> None:
         head = block.header(self._rows.records)
         offset = self._at
-        self._file.write_at(head.pack() + block.stored, offset)
-        self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + len(block.stored), lay.BLOCK_ALIGN)
+        self._file.write_pieces_at((head.pack(), *block.pieces), offset)
+        self._at = lay.align(offset + lay.BLOCK_HEADER_SIZE + head.stored_len, lay.BLOCK_ALIGN)
         self._rows.add(block, head, offset)
 
     def add_dictionary(self, dictionary: Dictionary) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -84,17 +85,17 @@ class Field:
             cls(base, "tensor", "int64", "time_base", (2,)),
         )
 
-    @property
+    @cached_property
     def ragged(self) -> bool:
         """The first axis differs from record to record."""
         return self.shape[:1] == (-1,)
 
-    @property
+    @cached_property
     def numpy_dtype(self) -> np.dtype[Any]:
         """Dtype of the values as an array; bool for bits."""
         return np.dtype(bool) if self.kind == "bits" else TENSOR_DTYPES[self.dtype]
 
-    @property
+    @cached_property
     def _row_items(self) -> int:
         """Values of one step of the first axis when ragged, else of a record."""
         return math.prod(self.shape[1:] if self.ragged else self.shape)

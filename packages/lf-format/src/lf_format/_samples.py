@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from lf_format._errors import InputError
 from lf_format._fields import MAX_FIELD_BYTES, Field
-from lf_format._records import check_tokens, pack_bits
+from lf_format._records import check_tokens
 from lf_format._schema import Schema
 
 JPEG_START = b"\xff\xd8\xff"
@@ -25,18 +25,15 @@ def encode_sample(
     Raises:
         InputError: naming document and field, for a missing or unknown field or a value that does not fit.
     """
-    names = {f.name for f in schema.fields}
-    if not isinstance(sample, Mapping) or sample.keys() != names:
+    if not isinstance(sample, Mapping) or sample.keys() != schema.names:
         found = sorted(map(str, sample)) if isinstance(sample, Mapping) else type(sample).__name__
         raise InputError(
-            "a sample is a mapping of all fields", document=document, expected=sorted(names), found=found
-        )
+            "a sample is a mapping of all fields",
+            document=document, expected=sorted(schema.names), found=found,
+        )  # fmt: skip
     parts, counts, length = [], [], 1
     for field in schema.fields:
-        longest = schema.buckets[-1] if field is schema.tokens else field.max_count()
-        raw, count = _encode(field, sample[field.name], vocab_size, longest, document)
-        if len(raw) > MAX_FIELD_BYTES:
-            raise _refuse(field, document, "bytes", f"<= {MAX_FIELD_BYTES}", len(raw))
+        raw, count = encode_value(field, sample[field.name], schema, vocab_size, document)
         parts.append(raw)
         counts.append(count)
         if field is schema.tokens:
@@ -44,30 +41,53 @@ def encode_sample(
     return parts, counts, length
 
 
-def _encode(field: Field, value: object, vocab: int, longest: int, document: object) -> tuple[bytes, int]:
+def encode_value(
+    field: Field, value: object, schema: Schema, vocab_size: int, document: object
+) -> tuple[bytes, int]:
+    """Bytes and first-axis steps of one value; InputError naming document and field when it does not fit."""
     if field.kind == "tokens":
-        ids = check_tokens(value, vocab, longest, field.numpy_dtype, f"{document}, {field.name}")
-        _check_shape(field, ids, document)
-        return ids.tobytes(), len(ids)
-    if isinstance(value, (bytes, bytearray, memoryview)) and field.kind in ("bytes", "image", "video"):
-        value = np.frombuffer(value, np.uint8)
-    try:
-        array = np.asarray(value)
-    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
-        raise InputError(f"field {field.name!r} is not an array: {error}", document=document) from None
+        longest = schema.buckets[-1] if field is schema.tokens else field.max_count()
+        where = f"{document}, {field.name}"
+        array: Array = check_tokens(value, vocab_size, longest, field.numpy_dtype, where)
+    else:
+        array = _as_array(field, value, document)
     if array.size == 0 and field.ragged:
         array = array.astype(field.numpy_dtype).reshape(0, *field.shape[1:])  # [] has no shape of its own
     _check_shape(field, array, document)
-    if field.kind == "bits":
-        bad = array.dtype.kind not in "biu" or bool(((array != 0) & (array != 1)).any())
-        if bad:
-            raise _refuse(field, document, "values", "booleans or 0/1", array.dtype)
-        raw = pack_bits(array.astype(bool).reshape(-1))
-    else:
-        raw = _cast(field, array, document).tobytes()
+    raw = _bytes(packed(field, array, document))
     if field.kind == "image" and field.ragged and not raw.startswith(JPEG_START):
         raise _refuse(field, document, "content", "a JPEG file", raw[:8])
+    if len(raw) > MAX_FIELD_BYTES:
+        raise _refuse(field, document, "bytes", f"<= {MAX_FIELD_BYTES}", len(raw))
     return raw, array.shape[0] if field.ragged else 1
+
+
+def packed(field: Field, array: Array, document: object, axis: int | None = None) -> Array:
+    """`array` as it is stored; bits eight to a byte, along `axis`. InputError for values that do not fit."""
+    if field.kind != "bits":
+        return _cast(field, array, document)
+    if array.dtype.kind not in "biu" or bool(((array != 0) & (array != 1)).any()):
+        raise _refuse(field, document, "values", "booleans or 0/1", array.dtype)
+    return np.packbits(array.astype(bool), axis, bitorder="little")
+
+
+def _bytes(array: Array) -> bytes:
+    """Content of `array`; not copied when it is the whole of a bytes object, which nobody can change."""
+    base: object = array.base
+    while isinstance(base, np.ndarray):
+        base = base.base
+    if isinstance(base, bytes) and len(base) == array.nbytes and array.flags.c_contiguous:
+        return base
+    return array.tobytes()
+
+
+def _as_array(field: Field, value: object, document: object) -> Array:
+    if isinstance(value, (bytes, bytearray, memoryview)) and field.kind in ("bytes", "image", "video"):
+        return np.frombuffer(value, np.uint8)
+    try:
+        return np.asarray(value)
+    except (ValueError, TypeError, OverflowError, RuntimeError) as error:
+        raise InputError(f"field {field.name!r} is not an array: {error}", document=document) from None
 
 
 def _check_shape(field: Field, array: Array, document: object) -> None:

@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from dataclasses import field as default
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -89,10 +90,15 @@ class Schema:
         schema._check()
         return schema
 
-    @property
+    @cached_property
     def tokens(self) -> Field | None:
         """The field that gives a record its length and bucket; None in a .lfg without token ids."""
         return next((f for f in self.fields if f.kind == "tokens"), None)
+
+    @cached_property
+    def names(self) -> frozenset[str]:
+        """Names of the fields."""
+        return frozenset(f.name for f in self.fields)
 
     @property
     def numpy_dtype(self) -> np.dtype[Any]:

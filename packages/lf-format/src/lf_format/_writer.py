@@ -6,12 +6,16 @@ import os
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import accumulate, repeat
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy.typing as npt
+
 from lf_format import _layout as lay
-from lf_format._blocks import PendingBlock, StoredBlock
+from lf_format._batch import encode_batch
+from lf_format._blocks import Part, PendingBlock, StoredBlock
 from lf_format._codecs import RAW, Coding, bits_of, encode
 from lf_format._container import NO_TOKENIZER, Container, Identity, WriteReport
 from lf_format._decision import Decision
@@ -20,7 +24,7 @@ from lf_format._fields import Field
 from lf_format._options import CodecName, CodecOptions
 from lf_format._reader import Reader
 from lf_format._recode import recode
-from lf_format._records import check_mask, check_tokens, pack_bits
+from lf_format._records import DOCUMENT_END, DOCUMENT_START, check_mask, check_tokens, pack_bits
 from lf_format._samples import encode_sample
 from lf_format._schema import Schema, TokenizerInfo
 
@@ -110,7 +114,7 @@ class Writer:
         """
         self._check_open()
         document = self._documents if document_start else max(self._documents - 1, 0)
-        counts = None
+        counts: list[int] = []
         if self._schema.profile == lay.PROFILE_LFG:
             if loss_mask is not None:
                 raise InputError("a mask is a field of the sample", document=document)
@@ -121,6 +125,40 @@ class Writer:
             parts, length = self._encode_tokens(tokens, loss_mask, document)
         self._documents += bool(document_start)
         self._add(parts, length, bool(document_start) | bool(document_end) << 1, counts)
+
+    def append_batch(self, columns: Mapping[str, Any], flags: Sequence[int] | npt.NDArray[Any]) -> None:
+        """Adds n records of a .lfg, faster than `append` and with the same bytes.
+
+        Args:
+            columns: by field name the values of the records: an array [n, *shape], a sequence of n values as
+                `append` takes them or, for a fixed shape, an iterator over them. It is drawn from record by
+                record, so that large values need not be in memory together.
+            flags: [n], 1 where a document starts plus 2 where it ends.
+
+        Raises:
+            InputError: as `append`; no record is written then, unless an iterator gave the wrong value: those
+                before it are. OSError: as `append`.
+        """
+        self._check_open()
+        if self._schema.profile != lay.PROFILE_LFG:
+            raise FormatError("a batch needs a .lfg", path=self._path)
+        marks = [int(flag) for flag in flags]
+        if not all(0 <= mark <= DOCUMENT_START | DOCUMENT_END for mark in marks):
+            raise InputError("flags of a batch", expected="0..3", found=marks[:8])
+        starts = [mark & DOCUMENT_START for mark in marks]
+        documents = [max(self._documents + k - 1, 0) for k in accumulate(starts)]
+        batch = encode_batch(columns, self._schema, self._vocab_size, documents)
+        self._documents += sum(starts)
+        steps = zip(*batch.steps, strict=True) if batch.steps else repeat(())
+        records = zip(zip(*batch.parts, strict=False), batch.lengths, marks, steps, strict=False)
+        missing = len(marks)
+        for record in records:
+            self._add(*record)
+            missing -= 1
+        if missing:
+            raise InputError(
+                "an iterator of a batch ended early", expected=len(marks), found=len(marks) - missing
+            )
 
     def _encode_tokens(self, tokens: object, loss_mask: object, document: int) -> tuple[list[bytes], int]:
         ids = check_tokens(
@@ -135,7 +173,7 @@ class Writer:
             )
         return parts, len(ids)
 
-    def _add(self, parts: list[bytes], length: int, flags: int, counts: list[int] | None) -> None:
+    def _add(self, parts: Sequence[Part], length: int, flags: int, counts: Sequence[int]) -> None:
         size = sum(map(len, parts)) + lay.BLOCK_ALIGN * len(parts)
         if size > lay.MAX_BLOCK_BYTES:
             raise InputError("a record must fit a block", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=size)
@@ -193,18 +231,22 @@ class Writer:
         self._guarded(lambda: self._write_block(bucket, pending))
 
     def _write_block(self, bucket: int, pending: PendingBlock) -> None:
-        payload = pending.payload()
-        if len(payload) > lay.MAX_BLOCK_BYTES:
-            raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=len(payload))
+        pieces = pending.pieces()
+        size = sum(map(len, pieces))
+        if size > lay.MAX_BLOCK_BYTES:
+            raise FormatError("block is too large", expected=f"<= {lay.MAX_BLOCK_BYTES}", found=size)
         lengths, hashes, flags = pending.rows()
         edge = self._schema.buckets[bucket]
         wanted = RAW if self._options.measured else self._options.codec_id(edge)
-        coding = Coding(self._bits, self._schema.numpy_dtype, int(lengths.sum()))
-        codec, stored = encode(payload, wanted, self._options.level, coding)
+        codec: int = RAW
+        stored: bytes | list[Part] = pieces
+        if wanted != RAW:
+            coding = Coding(self._bits, self._schema.numpy_dtype, int(lengths.sum()))
+            codec, stored = encode(b"".join(pieces), wanted, self._options.level, coding)
         counts = pending.step_columns([f.name for f in self._schema.counted])
         largest = pending.max_id(self._schema.fields)
         rows = (lengths, hashes, flags, largest)
-        self._out.append_block(StoredBlock(bucket, codec, len(payload), stored, *rows, counts=counts))
+        self._out.append_block(StoredBlock(bucket, codec, size, stored, *rows, counts=counts))
 
     def _finish(self) -> None:
         decisions: tuple[Decision, ...] = ()
