@@ -145,3 +145,46 @@ def write_v3(root: Path) -> Path:
         data.parent.mkdir(parents=True, exist_ok=True)
         pq.write_table(_table(group), data)
     return root
+
+
+def plain_frames(path: Path, size: tuple[int, int] | None) -> list[Any]:
+    """Every frame of a file as RGB, (height, width) or as stored: libswscale straight to packed RGB."""
+    exact = "flags=bilinear+accurate_rnd+full_chroma_int+bitexact:in_chroma_loc=left"
+    with av.open(str(path)) as container:
+        stream = container.streams.video[0]
+        height, width = size or (stream.height, stream.width)
+        graph = av.filter.Graph()
+        source, sink = graph.add_buffer(template=stream), graph.add("buffersink")
+        scale = graph.add("scale", f"{width}:{height}:{exact}")
+        graph.link_nodes(source, scale, graph.add("format", "rgb24"), sink).configure()
+        out = []
+        for frame in container.decode(stream):
+            source.push(frame)
+            out.append(sink.pull().to_ndarray())
+    return out
+
+
+def float_frame(frame: av.VideoFrame, size: tuple[int, int]) -> Any:
+    """What the resize means, in float64: [height, width, 3] of a yuv420p frame, BT.601, 16..235.
+
+    Every plane goes from its own grid to that of the result by a triangle filter, as wide as a source pixel when it
+    grows and as a target pixel when it shrinks; chroma lies at the left; clipped at the end.
+    """
+    height, width = frame.height, frame.width
+    planes = frame.to_ndarray(format="yuv420p").reshape(-1).astype(float)
+    luma, chroma = planes[: height * width].reshape(height, width), planes[height * width :]
+    y = _weights(height, size[0], 0.5) @ (luma - 16) / 219 @ _weights(width, size[1], 0.5).T
+    down, across = _weights(height // 2, size[0], 0.5), _weights(width // 2, size[1], 0.25)
+    u, v = ((down @ c @ across.T - 128) / 224 for c in chroma.reshape(2, height // 2, width // 2))
+    rgb = np.stack([y + 1.402 * v, y - (0.202008 * u + 0.419198 * v) / 0.587, y + 1.772 * u], -1)
+    return np.clip(255 * rgb, 0, 255)
+
+
+def _weights(n: int, m: int, phase: float) -> Any:
+    """Triangle filter from n samples to m, [m, n]; sample i lies at i + phase of n."""
+    at = (np.arange(m) + 0.5) * n / m
+    distance = np.abs(np.arange(n) + phase - at[:, None]) / max(n / m, 1)
+    weights = np.clip(1 - distance, 0, None)
+    edge = np.arange(n) == np.where(at < n / 2, 0, n - 1)[:, None]
+    weights = np.where(weights.sum(1, keepdims=True) == 0, edge, weights)
+    return weights / weights.sum(1, keepdims=True)

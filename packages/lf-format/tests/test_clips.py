@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-av = pytest.importorskip("av")
+pytest.importorskip("av")
 pytest.importorskip("pyarrow")
 
 sys.path.insert(0, str(Path(__file__).parent))
-import robot_sets as sets  # noqa: E402
+import robot_sets as sets
 
-import lf_format as lff  # noqa: E402
+import lf_format as lff
 
 
 @pytest.fixture
@@ -36,8 +36,7 @@ def stored(videos: list[Path], tmp_path: Path) -> Path:
 
 
 def _plain(path: Path) -> Any:
-    with av.open(str(path)) as container:
-        return np.stack([frame.to_ndarray(format="rgb24") for frame in container.decode(video=0)])
+    return np.stack(sets.plain_frames(path, None))
 
 
 def test_the_file_comes_back_byte_for_byte(stored: Path, videos: list[Path]) -> None:

@@ -13,14 +13,13 @@ import pytest
 
 av = pytest.importorskip("av")
 pq = pytest.importorskip("pyarrow.parquet")
-image = pytest.importorskip("PIL.Image")
 
 sys.path.insert(0, str(Path(__file__).parent))
 import robot_sets as sets  # noqa: E402
 
 import lf_format as lff  # noqa: E402
 from lf_format import preprocess_cli  # noqa: E402
-from lf_format._video import frame_table  # noqa: E402
+from lf_format._video import Scaler, frame_table  # noqa: E402
 
 WRITERS = {
     "v2.0": sets.write_v2,
@@ -29,18 +28,11 @@ WRITERS = {
 }
 
 
-def plain_frames(path: Path, size: tuple[int, int] | None) -> list[Any]:
-    """Every frame of a file, the straightforward way."""
-    with av.open(str(path)) as container:
-        images = [frame.to_image() for frame in container.decode(video=0)]
-    if size is not None:
-        images = [i.resize((size[1], size[0]), image.Resampling.BILINEAR) for i in images]
-    return [np.asarray(i) for i in images]
-
-
 def clips(root: Path, camera: str, size: tuple[int, int] | None) -> list[Any]:
     """Frames of a camera over all episodes: the files of either layout sort into episode order."""
-    return [f for path in sorted(root.glob(f"videos/**/{camera}/**/*.mp4")) for f in plain_frames(path, size)]
+    return [
+        f for path in sorted(root.glob(f"videos/**/{camera}/**/*.mp4")) for f in sets.plain_frames(path, size)
+    ]
 
 
 @pytest.fixture(params=WRITERS)
@@ -58,6 +50,22 @@ def test_every_pixel_equals_a_plain_decode(robot: Path, tmp_path: Path, size: tu
             assert isinstance(found, np.ndarray)
             assert (found == np.stack(clips(robot, camera, size))).all()
     assert lff.verify(report.output.path).problems == []
+
+
+@pytest.mark.parametrize("size", [(24, 40), (48, 64), (80, 100)])
+def test_pixels_are_the_rounded_values_of_the_definition(tmp_path: Path, size: tuple[int, int]) -> None:
+    sets.write_video(tmp_path / "a.mp4", [5], 3)
+    scaler = Scaler(size)
+    for frame in av.open(str(tmp_path / "a.mp4")).decode(video=0):
+        assert np.abs(scaler(frame) - sets.float_frame(frame, size)).max() < 0.75
+
+
+def test_one_scaler_takes_frames_of_any_size_and_format() -> None:
+    scaler = Scaler((8, 8))
+    gray = np.full((20, 30, 3), 90, np.uint8)
+    for pixels, form in ((gray, "rgb24"), (gray[:10, :16], "yuv444p"), (gray, "gray")):
+        frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(pixels), format="rgb24").reformat(format=form)
+        assert np.abs(scaler(frame).astype(int) - 90).max() <= 1
 
 
 def test_states_actions_tasks_and_flags_follow_the_episodes(robot: Path, tmp_path: Path) -> None:
@@ -237,7 +245,9 @@ def test_every_pixel_of_the_real_set_equals_a_plain_decode(tmp_path: Path) -> No
         for name in report.cameras:
             row = 0
             for path in sorted(root.glob(f"videos/**/{reader.meta['cameras'][name]['key']}/**/*.mp4")):
-                expected = np.stack(plain_frames(path, (224, 224)))
+                expected = np.stack(sets.plain_frames(path, (224, 224)))
                 assert (reader.gather(range(row, row + len(expected)), name) == expected).all(), path
+                first = next(av.open(str(path)).decode(video=0))
+                assert np.abs(expected[0] - sets.float_frame(first, (224, 224))).max() < 1.5
                 row += len(expected)
             assert row == len(reader) == report.frames

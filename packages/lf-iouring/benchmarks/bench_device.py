@@ -197,12 +197,13 @@ def timed_backend() -> Any:
             super().__init__("cuda")
             self.copies: list[tuple[Any, Any, int]] = []
 
-        def _copy(self, host: Sequence[Any], arrays: Sequence[Any]) -> None:
+        def upload(self, slot: Any, other: Any) -> Any:
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record()
-            super()._copy(host, arrays)
-            last.record()
-            self.copies.append((first, last, sum(tensor.nbytes for tensor in host)))
+            first.record(self._stream)
+            arrays, fence = super().upload(slot, other)
+            last.record(self._stream)
+            self.copies.append((first, last, sum(a.nbytes for a in [*slot, *other])))
+            return arrays, fence
 
     return Timed()
 

@@ -12,7 +12,6 @@ import transform_cases
 
 import lf_format as lff
 from lf_iouring import Backend, CudaBackend, DataError, LoaderError
-from lf_memory import PoolError
 
 
 class FakeArray:
@@ -48,7 +47,7 @@ class FakeBackend:
 
     def pin(self, memory):
         if self.refuse:
-            raise PoolError(self.refuse)
+            raise OSError(self.refuse)
         self.events.append("pin")
         return lambda: self.events.append("unpin")
 

@@ -14,7 +14,7 @@ import numpy.typing as npt
 
 from lf_format._errors import FormatError
 from lf_format._fields import VIDEO_PARTS
-from lf_format._video import FrameTable, Pixels, frame_table, need
+from lf_format._video import FrameTable, Pixels, Scaler, frame_table, need
 
 
 def video_sample(name: str, path: str | os.PathLike[str]) -> dict[str, object]:
@@ -80,10 +80,11 @@ def _from(container: Any, start: int, number: Mapping[int, int]) -> dict[int, Pi
     stream = container.streams.video[0]
     container.seek(start, stream=stream, backward=True)
     found: dict[int, Pixels] = {}
+    scaler = Scaler(None)
     last = max(number)
     for frame in container.decode(stream):
         if frame.pts in number:
-            found[number[frame.pts]] = frame.to_ndarray(format="rgb24")
+            found[number[frame.pts]] = scaler(frame)
         if frame.pts is not None and frame.pts >= last:
             break
     return found

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,16 @@ from lf_format._container import WriteReport
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
 from lf_format._lerobot import ACTION, STATE, Camera, Clip, Episode, RobotSet, read_robot_set
-from lf_format._records import DOCUMENT_START
-from lf_format._video import FrameTable, Pixels, frame_table, frames, need
+from lf_format._records import DOCUMENT_END, DOCUMENT_START
+from lf_format._video import RGB, FrameTable, Pixels, frame_table, frames, need
 from lf_format._writer import Writer
 
 Array = npt.NDArray[Any]
+BLOCK_BYTES = 1 << 20  # blocks are raw, so a record is read alone; larger ones cost less a frame to write
+BATCH_FRAMES = 256
+INDICES = ("episode_index", "frame_index", "task_index")
 Progress = Callable[[int, int], None]
+Batch = tuple[dict[str, Any], Array]
 
 
 @dataclass(frozen=True)
@@ -66,7 +71,7 @@ def preprocess_robot(
     Frames are found by counting and checked by their time stamps; every video is decoded once.
 
     Args:
-        image_size: (height, width), bilinear; None = as stored.
+        image_size: (height, width), bilinear and antialiased (`Scaler` in _video.py); None = as stored.
         relative_actions: names of modality.json whose actions become differences from the state of the
             record's frame; ("all",) for every one, also without modality.json.
         num_workers: threads for decoding and resizing; the bytes written do not depend on it.
@@ -129,11 +134,11 @@ class _Job:
                 self.notes.append(f"{video.name}: {surplus} frames after the last episode are not used")
         readers = {c.key: _ClipReader(self.size, self.workers) for c in self.robot.cameras}
         written = 0
-        with Writer(path, fields=self._fields(good[0]), meta=self._meta()) as writer:
+        fields, meta = self._fields(good[0]), self._meta()
+        with Writer(path, fields=fields, meta=meta, block_bytes=BLOCK_BYTES) as writer:
             for k, episode in enumerate(good):
-                for sample in self._samples(episode, readers):
-                    at = int(sample["frame_index"])
-                    writer.append(sample, None, at == 0, at == episode.length - 1)
+                for batch, flags in self._batches(episode, readers):
+                    writer.append_batch(batch, flags)
                 written += episode.length
                 if progress is not None:
                     progress(k + 1, written)
@@ -187,7 +192,7 @@ class _Job:
             raise InputError(f"no file {episode.table.name}")
         if self._parquet[0] != episode.table:
             try:
-                self._parquet = episode.table, need("pyarrow.parquet").read_table(episode.table)
+                self._parquet = episode.table, _read_columns(episode.table)
             except (OSError, ValueError) as error:
                 raise InputError(f"{episode.table.name} cannot be read: {error}") from None
         table = self._parquet[1]
@@ -221,7 +226,7 @@ class _Job:
         shape = (self.horizon, columns[ACTION].shape[1])
         fields.append(Field.tensor("action", "float32", shape, "action"))
         fields.append(Field.bits("action_mask", (self.horizon,), "action_mask"))
-        for name in ("episode_index", "frame_index", "task_index"):
+        for name in INDICES:
             fields.append(Field.tensor(name, "int32", (), "index"))
         return [*fields, Field.bytes("task", "text")]
 
@@ -234,32 +239,44 @@ class _Job:
         return {
             "source": f"lerobot {robot.version}", "robot_type": robot.robot_type, "fps": robot.fps,
             "cameras": cameras, "skipped_cameras": dict(robot.skipped),
+            "rgb": RGB,
             "resize": "none" if self.size is None else "bilinear", "modality": dict(robot.modality),
             "stats": dict(robot.stats), "action_horizon": self.horizon,
             "relative_actions": list(self.relative),
         }  # fmt: skip
 
-    def _samples(self, episode: Episode, readers: Mapping[str, _ClipReader]) -> Iterator[dict[str, Any]]:
+    def _batches(self, episode: Episode, readers: Mapping[str, _ClipReader]) -> Iterator[Batch]:
+        """The frames of an episode, many at a time; pixels are decoded when they are drawn."""
         columns = self._columns(episode)
-        clips = {
-            c.name: readers[c.key].clip(episode.clips[c.key], self._table(episode.clips[c.key].path))
-            for c in self.robot.cameras
-        }
-        for t in range(episode.length):
-            sample: dict[str, Any] = {}
-            for name, clip in clips.items():
-                sample[f"pts.{name}"], sample[name] = next(clip)
+        clips = {c.name: episode.clips[c.key] for c in self.robot.cameras}
+        tables = {name: self._table(clip.path) for name, clip in clips.items()}
+        pixels = {c.name: readers[c.key].clip(clips[c.name], tables[c.name]) for c in self.robot.cameras}
+        last = episode.length - 1
+        for start in range(0, episode.length, BATCH_FRAMES):
+            t = np.arange(start, min(start + BATCH_FRAMES, episode.length))
+            ahead = t[:, None] + np.arange(self.horizon)
+            batch: dict[str, Any] = {
+                "action": self._actions(columns, t, np.minimum(ahead, last)),
+                "action_mask": ahead <= last,
+                "episode_index": np.full(len(t), episode.index, np.int32),
+                "frame_index": t.astype(np.int32),
+                "task_index": columns["task_index"][t].astype(np.int32),
+            }
+            batch["task"] = [self.robot.tasks[k].encode() for k in batch["task_index"].tolist()]
             if STATE in columns:
-                sample["state"] = columns[STATE][t]
-            ahead = t + np.arange(self.horizon)
-            action = columns[ACTION][np.minimum(ahead, episode.length - 1)]
-            for of_action, of_state in self.slices:
-                action[:, of_action] -= columns[STATE][t, of_state]
-            task = int(columns["task_index"][t])
-            sample |= {"action": action, "action_mask": ahead < episode.length, "frame_index": t}
-            sample |= {"episode_index": episode.index, "task_index": task}
-            sample["task"] = self.robot.tasks[task].encode()
-            yield sample
+                batch["state"] = columns[STATE][t].astype(np.float32)
+            for name, clip in clips.items():
+                batch[name] = islice(pixels[name], len(t))
+                batch[f"pts.{name}"] = tables[name].pts[clip.start + t]
+            yield batch, DOCUMENT_START * (t == 0) + DOCUMENT_END * (t == last)
+
+    def _actions(self, columns: Mapping[str, Array], t: Array, ahead: Array) -> Array:
+        """Actions at `ahead` [n, horizon] for the frames `t` [n]: [n, horizon, width]."""
+        action = columns[ACTION][ahead]
+        for of_action, of_state in self.slices:
+            action[:, :, of_action] -= columns[STATE][t, None, of_state]
+        # A difference may be too large for float32, which the writer refuses; the columns are checked already.
+        return action if self.slices else action.astype(np.float32)
 
 
 class _ClipReader:
@@ -271,21 +288,29 @@ class _ClipReader:
         self._frames: Iterator[tuple[int, Pixels]] = iter(())
         self._at = 0
 
-    def clip(self, clip: Clip, table: FrameTable) -> Iterator[tuple[int, Pixels]]:
+    def clip(self, clip: Clip, table: FrameTable) -> Iterator[Pixels]:
         """Frames from the clip's start on; InputError when the decoder and the frame table disagree."""
         if self._path != clip.path or clip.start < self._at:
             self._path, self._at = clip.path, 0
             self._frames = frames(clip.path, self._size, self._workers)
-        while True:
+        for expected in table.pts[self._at :].tolist():
             pts, pixels = next(self._frames, (None, None))
-            if pts is None or pixels is None or pts != table.pts[self._at]:
+            if pts != expected or pixels is None:
                 raise InputError(
                     f"decoding frame {self._at} of {clip.path.name}", document=clip.path,
-                    expected=f"time stamp {table.pts[self._at]}", found=pts,
+                    expected=f"time stamp {expected}", found=pts,
                 )  # fmt: skip
             self._at += 1
             if self._at > clip.start:
-                yield pts, pixels
+                yield pixels
+
+
+def _read_columns(path: Path) -> Any:
+    """The columns that a record needs; images inside parquet are not among them."""
+    with need("pyarrow.parquet").ParquetFile(path) as file:
+        return file.read(
+            [name for name in file.schema_arrow.names if name in (STATE, ACTION, *INDICES)], use_threads=False
+        )
 
 
 def _numbers(table: Any, key: str, width: int) -> Array:

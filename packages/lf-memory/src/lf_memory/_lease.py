@@ -70,8 +70,7 @@ class Lease:
         """Address of the slot's first byte, for native code; PoolError after `release`."""
         if self._memory is None:
             self._fail("used after its release")
-        table = self._table
-        return table.base + self.index * table.stride
+        return self._table.address(self.index)
 
     @property
     def offset(self) -> int:
