@@ -131,6 +131,8 @@ def test_missing_or_no_input_is_an_error(tmp_path: Path) -> None:
         {"eval_fraction": float("nan")},
         {"num_workers": 0},
         {"codec": "bitpack"},
+        {"too_long": "cut"},
+        {"empty": "drop"},
         {"max_len": 8, "min_len": 9},
         {"buckets": (8,), "max_len": 8},
         {"tokenizer": "absent.json"},
@@ -165,6 +167,22 @@ def test_of_a_single_document_the_tail_is_held_out_and_reported(tmp_path: Path) 
     with lff.Reader(report.eval.path) as reader:
         tail = b"".join(reader.record(i).tokens.tobytes() for i in range(len(reader)))
     assert tail == text.encode()[-289:]
+
+
+@pytest.mark.parametrize(
+    ("options", "text", "found"),
+    [({"too_long": "raise"}, "x" * 17, 17), ({"empty": "raise"}, "", 0)],
+    ids=repr,
+)
+def test_documents_that_a_policy_refuses_are_named(
+    tmp_path: Path, options: dict[str, Any], text: str, found: int
+) -> None:
+    documents = [("fits", "x" * 16), ("bad", text)]
+    with pytest.raises(lff.InputError, match="document bad") as caught:
+        lff.preprocess_documents(documents, tmp_path, max_len=16, **options)
+    assert caught.value.found == found
+    assert list(tmp_path.iterdir()) == []
+    assert lff.preprocess_documents(documents[:1], tmp_path, max_len=16, **options).records == 1
 
 
 def test_same_input_gives_the_same_bytes_with_any_number_of_workers(tmp_path: Path) -> None:

@@ -185,6 +185,13 @@ def test_a_changed_tokenizer_or_key_starts_anew(
     assert notes == ["an interrupted run was started anew: text key changed"]
 
 
+def test_a_changed_policy_starts_anew_and_judges_every_document(
+    interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert preprocess_cli.main([*interrupted, "--empty", "raise"]) == 1
+    assert "a.jsonl:1: document without a token" in capsys.readouterr().err
+
+
 def test_options_that_do_not_change_the_ids_go_on(
     interrupted: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -197,13 +197,12 @@ def timed_backend() -> Any:
             super().__init__("cuda")
             self.copies: list[tuple[Any, Any, int]] = []
 
-        def upload(self, slot: Any, other: Any) -> Any:
+        def _copy(self, host: Sequence[Any], arrays: Sequence[Any]) -> None:
             first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            first.record(self._stream)
-            arrays, fence = super().upload(slot, other)
-            last.record(self._stream)
-            self.copies.append((first, last, sum(a.nbytes for a in [*slot, *other])))
-            return arrays, fence
+            first.record()
+            super()._copy(host, arrays)
+            last.record()
+            self.copies.append((first, last, sum(tensor.nbytes for tensor in host)))
 
     return Timed()
 

@@ -74,7 +74,7 @@ def cases(path: Path, dataset: Any, record: int, depth: int, seconds: float) -> 
     def loading(threads: int, verify: bool) -> Case:
         loader = LoongDataLoader(
             dataset, global_batch=BATCH // record, engine="io_uring", io="direct", queue_depth=depth,
-            num_workers=threads, prefetch_factor=2, return_type="numpy", verify=verify,
+            num_workers=threads, return_type="numpy", verify=verify,
         )  # fmt: skip
         return lambda: ours(loader, seconds)
 

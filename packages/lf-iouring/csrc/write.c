@@ -198,6 +198,10 @@ uint32_t lf_write_wait(lf_writer *w, lf_write_job *job) {
   return job->error ? LF_ERRNO : LF_OK;
 }
 
+void lf_write_drop(lf_writer *w, lf_write_job *job) {
+  while (job->flying > 0) turn(w, 1);
+}
+
 /* The caller's buffers in parts the kernel takes, as many as there is room for. */
 static uint32_t parts_of(const lf_write_options *options, struct iovec *parts) {
   uint32_t count = 0;

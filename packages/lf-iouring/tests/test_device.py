@@ -12,6 +12,7 @@ import transform_cases
 
 import lf_format as lff
 from lf_iouring import Backend, CudaBackend, DataError, LoaderError
+from lf_memory import PoolError
 
 
 class FakeArray:
@@ -47,7 +48,7 @@ class FakeBackend:
 
     def pin(self, memory):
         if self.refuse:
-            raise OSError(self.refuse)
+            raise PoolError(self.refuse)
         self.events.append("pin")
         return lambda: self.events.append("unpin")
 

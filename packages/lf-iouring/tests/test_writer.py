@@ -292,12 +292,46 @@ def test_a_forked_child_makes_its_own(tmp_path, engine, slab, in_fork):
         assert (tmp_path / name).read_bytes() == slab.tobytes()
 
 
+def test_a_child_forked_while_a_thread_writes_lets_go_without_waiting_for_it(tmp_path, engine, in_fork):
+    file = engine.create(tmp_path / "file")
+    held, done = threading.Event(), threading.Event()
+
+    def write():
+        with engine._turn:
+            held.set()
+            done.wait()
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    held.wait()
+
+    def child():
+        signal.alarm(20)
+        file.abort()
+        engine.close()
+
+    assert in_fork(child) == 0
+    done.set()
+    thread.join()
+    file.close()
+
+
 def test_an_engine_and_a_file_that_nobody_closed_leave_no_descriptor(tmp_path, slab):
     before = open_descriptors()
     engine = WriteEngine([slab])
     engine.create(tmp_path / "file").write(slab)
     del engine
     assert open_descriptors() == before
+
+
+def test_a_file_that_is_forgotten_in_mid_write_does_not_write_into_the_next(tmp_path, engine, slab):
+    """The next file gets the same descriptor numbers."""
+    for k in range(10):
+        engine.create(tmp_path / "forgotten").write(slab)
+        with engine.create(tmp_path / f"{k}") as file:
+            file.write(slab[k:])
+    assert (tmp_path / "forgotten").read_bytes() == slab.tobytes()
+    assert all((tmp_path / f"{k}").read_bytes() == slab[k:].tobytes() for k in range(10))
 
 
 def test_wrong_arguments_say_what_fits(tmp_path, engine, slab):

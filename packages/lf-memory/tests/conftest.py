@@ -1,6 +1,7 @@
 """What several test files need: fences that pass when told to, forked children, interrupts, kernel settings."""
 
 import contextlib
+import gc
 import os
 import signal
 import sys
@@ -67,7 +68,8 @@ def recorder():
 
 @pytest.fixture
 def open_fds():
-    """Counts the descriptors of this process."""
+    """Counts the descriptors of this process; those of other tests' garbage are gone before."""
+    gc.collect()
     return lambda: len(os.listdir("/proc/self/fd"))
 
 

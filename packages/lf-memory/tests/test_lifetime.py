@@ -1,6 +1,9 @@
 """How long slots and memory live: garbage, closing, leaks."""
 
+import ctypes
+import faulthandler
 import gc
+import signal
 
 import numpy as np
 import pytest
@@ -157,3 +160,16 @@ def test_closing_with_a_live_lease_still_lets_it_be_released():
         lease.release()
     assert pool.stats().live == 0
     assert pool.trace() == ()
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("where", [-1, 4 * 12_288])
+def test_reaching_out_of_the_pool_is_a_fault_and_no_silent_damage(in_fork, shared, where):
+    pool = make(hugepages="off", shared=shared)
+    address = pool.buffer.ctypes.data + where
+
+    def child():
+        faulthandler.disable()
+        ctypes.memset(address, 1, 1)
+
+    assert in_fork(child) == -signal.SIGSEGV

@@ -1,12 +1,14 @@
 """The huge page ladder; the parts that need root restore what they change."""
 
+import gc
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from lf_memory import HostPool, PoolError
+from lf_memory import HostPool, PoolError, VariablePool
 
+MIB = 1 << 20
 NR_HUGEPAGES = Path("/proc/sys/vm/nr_hugepages")
 SHMEM_POLICY = Path("/sys/kernel/mm/transparent_hugepage/shmem_enabled")
 
@@ -38,6 +40,20 @@ def test_hugetlb_wastes_less_than_one_page(setting):
             pytest.skip("the kernel could not reserve three huge pages")
         pool = HostPool((4 << 20) + 4096, 1, "hugetlb")
         assert pool.stats().waste_bytes < 2 << 20
+
+
+@pytest.mark.parametrize("kind", [lambda n: HostPool(n, 1, "hugetlb"), lambda n: VariablePool(n, "hugetlb")])
+def test_an_odd_size_wastes_less_than_one_reserved_page(setting, kind):
+    """129.5 MiB: power-of-two pools take 256 MiB."""
+    nbytes = int(129.5 * MIB)
+    with setting(NR_HUGEPAGES, "65\n"):
+        if int(NR_HUGEPAGES.read_text()) < 65:
+            pytest.skip("the kernel could not reserve 65 huge pages")
+        pool = kind(nbytes)
+        assert pool.pages == "hugetlb"
+        assert pool.stats().bytes - nbytes < 2 * MIB
+        del pool
+        gc.collect()
 
 
 def test_auto_falls_back_and_says_why(setting):

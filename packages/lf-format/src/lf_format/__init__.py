@@ -12,7 +12,8 @@ from lf_format._merge import convert, merge
 from lf_format._options import CodecOptions
 from lf_format._overlap import OverlapReport, overlap
 from lf_format._pairs import PairsReport, preprocess_pairs
-from lf_format._preprocess import Advance, PreprocessReport, preprocess, preprocess_documents
+from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
+from lf_format._preprocess_options import Advance
 from lf_format._reader import Reader
 from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
 from lf_format._robot import RobotReport, frame_pairs, preprocess_robot

@@ -6,11 +6,11 @@ import itertools
 import json
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, Unpack
 
 import numpy as np
 import numpy.typing as npt
@@ -25,29 +25,17 @@ from lf_format._fields import TOKEN_DTYPES
 from lf_format._journal import Journal
 from lf_format._layout import MAX_RECORD_TOKENS, xxh3
 from lf_format._npz import largest_id, npz_members
-from lf_format._options import CodecName, CodecOptions
+from lf_format._preprocess_options import Advance, OptionKeys, Options
 from lf_format._records import check_mask, check_tokens
 from lf_format._schema import TokenizerInfo, token_dtype
-from lf_format._split import bucket_edges, choose_eval, document_key, pieces
+from lf_format._split import choose_eval, document_key, pieces
 from lf_format._spool import Spool
 from lf_format._tokenizers import ByteTokenizer, Tokenizer, load_tokenizer
 from lf_format._writer import Writer
 
-DEFAULT_MAX_LEN = 2048
 _LARGEST = {".npz": largest_id, ".idx": megatron_largest_id}
 
 
-@dataclass(frozen=True)
-class Advance:
-    """How far preprocess is: documents and tokens stored, bytes of input read and in all (0 = not known)."""
-
-    documents: int
-    tokens: int
-    bytes_read: int
-    bytes_total: int
-
-
-Progress = Callable[[Advance], None]
 Array = npt.NDArray[Any]
 
 
@@ -83,60 +71,6 @@ class PreprocessReport:
     notes: tuple[str, ...]
 
 
-class OptionKeys(TypedDict, total=False):
-    """Keyword arguments that `preprocess` and `preprocess_documents` share."""
-
-    tokenizer: str | os.PathLike[str] | None
-    buckets: Iterable[int] | None
-    bucket_size: int | None
-    min_len: int | None
-    max_len: int | None
-    eval_fraction: float
-    seed: int
-    num_workers: int
-    codec: CodecName | CodecOptions
-    progress: Progress | None
-
-
-@dataclass(frozen=True)
-class _Options:
-    """The same, with defaults; checked when made."""
-
-    tokenizer: str | os.PathLike[str] | None = None
-    buckets: Iterable[int] | None = None
-    bucket_size: int | None = None
-    min_len: int | None = None
-    max_len: int | None = None
-    eval_fraction: float = 0.0
-    seed: int = 0
-    num_workers: int = 1
-    codec: CodecName | CodecOptions = "raw"
-    progress: Progress | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 <= self.eval_fraction < 1:
-            raise FormatError("eval_fraction", expected="0 <= fraction < 1", found=self.eval_fraction)
-        if self.num_workers < 1:
-            raise FormatError("num_workers", expected=">= 1", found=self.num_workers)
-        self.codec_options()
-
-    def codec_options(self) -> CodecOptions:
-        """How blocks are stored. With a min_len, the first bucket has the short records, which stay raw."""
-        options = CodecOptions.of(self.codec)
-        if self.min_len is None or options.codec == "raw" or options.raw_up_to:
-            return options
-        return replace(options, raw_up_to=self.edges()[0])
-
-    def edges(self) -> tuple[int, ...]:
-        derived = (self.bucket_size, self.min_len, self.max_len)
-        if self.buckets is None:
-            longest = DEFAULT_MAX_LEN if self.max_len is None else self.max_len
-            return bucket_edges(longest, self.min_len, self.bucket_size)
-        if derived != (None, None, None):
-            raise FormatError("buckets exclude bucket_size, min_len and max_len", found=derived)
-        return tuple(self.buckets)
-
-
 @dataclass(frozen=True)
 class _Vocabulary:
     """Where ids come from and which are valid."""
@@ -152,7 +86,7 @@ class _Job:
     """Everything decided before the first document is read."""
 
     output_dir: Path
-    options: _Options
+    options: Options
     vocabulary: _Vocabulary
     buckets: tuple[int, ...]
     loss_mask: bool
@@ -200,7 +134,9 @@ def preprocess(
         vocab_size: for .npz input without a tokenizer; otherwise the tokenizer's.
         tokenizer: "bytes" (default for text) or the path of a tokenizer.json.
         buckets: bucket edges in tokens, or `bucket_size`, `min_len`, `max_len` to derive them (bucket_edges).
-        max_len: longest record, default 2048; longer documents are split, never cut.
+        max_len: longest record, default 2048.
+        too_long: longer documents are split into records with boundary flags, or "raise" refuses them; never cut.
+        empty: documents without a token are skipped and reported, or "raise" refuses them.
         eval_fraction: held-out share of the tokens: whole documents chosen by a hash of (seed, content).
             Of a single document the tail is held out, which the report notes.
         num_workers: tokenizing processes (spawned); 1 = this process. Not needed, so not started, when all input
@@ -213,7 +149,7 @@ def preprocess(
         InputError: naming document and position. FormatError: for the arguments. WorkerError: when a process
             died. OSError. No new file has a final name then.
     """
-    files, chosen = input_files(inputs), _Options(**options)
+    files, chosen = input_files(inputs), Options(**options)
     tokenized = [f for f in files if holds_ids(f, ids_key)]
     only_ids = chosen.tokenizer is None and len(tokenized) == len(files)
     vocabulary = _of_ids(tokenized, vocab_size) if only_ids else _of_tokenizer(chosen, vocab_size)
@@ -232,7 +168,7 @@ def preprocess_documents(
     **options: Unpack[OptionKeys],
 ) -> PreprocessReport:
     """`preprocess` for (name, text) pairs in memory; consumed once, lazily. Options and errors as there."""
-    chosen = _Options(**options)
+    chosen = Options(**options)
     job = _Job(Path(output_dir), chosen, _of_tokenizer(chosen, None), chosen.edges(), False)
     return _run((Document(name, text=text) for name, text in documents), job, Position(0), None)
 
@@ -246,10 +182,11 @@ def _key(files: list[Path], job: _Job, text_key: str, ids_key: str | None) -> di
         "tokenizer": [job.vocabulary.info.name, job.vocabulary.info.hash],
         "vocabulary": job.vocabulary.size,
         "loss mask": job.loss_mask,
+        "policies": [job.options.empty, job.buckets[-1] if job.options.too_long == "raise" else None],
     }
 
 
-def _of_tokenizer(options: _Options, vocab_size: int | None) -> _Vocabulary:
+def _of_tokenizer(options: Options, vocab_size: int | None) -> _Vocabulary:
     tokenizer = load_tokenizer("bytes" if options.tokenizer is None else options.tokenizer)
     if vocab_size not in (None, tokenizer.vocab_size):
         raise FormatError(
@@ -295,8 +232,13 @@ def _tokenize(documents: Iterable[Document], job: _Job, position: Position, jour
     rest = itertools.islice(documents, journal.consumed, None)
     for name, ids, mask in encoded(rest, job.vocabulary.tokenizer, job.options.num_workers):
         if len(ids) == 0:
+            if job.options.empty == "raise":
+                raise InputError("document without a token", document=name, expected=">= 1 token", found=0)
             journal.leave_out(name, "no tokens")
             continue
+        if job.options.too_long == "raise" and len(ids) > job.buckets[-1]:
+            expected = f"<= {job.buckets[-1]} tokens"
+            raise InputError("document is too long", document=name, expected=expected, found=len(ids))
         # Whole documents are checked, so that an error names the position in the document, not in a piece.
         narrow = check_tokens(ids, job.vocabulary.size, MAX_RECORD_TOKENS, job.dtype, name)
         journal.add(narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None)

@@ -18,7 +18,8 @@ from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._lerobot import is_robot_set
 from lf_format._pairs import PairsReport, preprocess_pairs
-from lf_format._preprocess import Advance, PreprocessReport, preprocess
+from lf_format._preprocess import PreprocessReport, preprocess
+from lf_format._preprocess_options import Advance
 from lf_format._robot import RobotReport, preprocess_robot
 
 
@@ -76,6 +77,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--bucket-size", type=int, help="bucket width in tokens (default: halvings of --max-len)")
     add("--min-len", type=int, help="first bucket edge; shorter records go there too (default: 16)")
     add("--max-len", type=int, help="longest record; longer documents are split (default: 2048)")
+    add("--too-long", choices=("split", "raise"), default="split", help="documents (default: split)")
+    add("--empty", choices=("skip", "raise"), default="skip", help="documents (default: skip, and name them)")
     add("--eval-fraction", type=float, default=0.0, help="share of tokens for eval.loongbin (default: 0)")
     add("--seed", type=int, default=0, help="seed of the choice of held-out documents")
     add("--num-workers", type=int, default=1, help="tokenizing processes (default: 1, in-process)")

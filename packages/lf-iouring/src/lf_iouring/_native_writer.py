@@ -41,7 +41,8 @@ class NativeBackend:
         self._info = _describe(report, chunk, sum(map(len, views)), want_ring, reason)
         # Memory that the kernel may read: it must outlive the transfers, also when nobody calls close().
         self._flying: list[Flight] = []
-        self._finalizer = weakref.finalize(self, _free, self._handle, os.getpid(), self._flying, views)
+        self._pid = os.getpid()
+        self._finalizer = weakref.finalize(self, _free, self._handle, self._pid, self._flying, views)
 
     def direct(self, sink: Sink) -> str:
         """See WriteBackend."""
@@ -88,6 +89,15 @@ class NativeBackend:
                 pass
         self._settle(sink)
 
+    def drop(self, sink: Sink) -> None:
+        """See WriteBackend."""
+        if self._pid != os.getpid():
+            return  # the parent's ring, and the parent's to wait for
+        for job, _, owner in self._flying:
+            if owner is sink:
+                lib.lf_write_drop(self._handle, job)
+        self._flying[:] = [flight for flight in self._flying if flight[2] is not sink]
+
     def info(self) -> WriterInfo:
         """See WriteBackend."""
         return self._info
@@ -110,8 +120,7 @@ class NativeBackend:
             sink.direct_bytes += job.direct_bytes
             sink.bounced_bytes += job.bounced_bytes
             if job.refused and sink.direct >= 0:
-                os.close(sink.direct)
-                sink.direct, sink.io = -1, "buffered"
+                sink.retired, sink.direct, sink.io = sink.direct, -1, "buffered"
                 sink.io_reason = f"direct writes were refused: {errno_text(job.refused)}"
         failed = [(int(job.failed_at), int(job.error)) for job, _, _ in done if job.error]
         if failed:

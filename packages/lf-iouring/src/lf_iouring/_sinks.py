@@ -1,6 +1,7 @@
 """What the ways of writing share: a file's descriptors, one stretch of bytes, and the plain way in Python."""
 
 import os
+import threading
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -19,6 +20,7 @@ class Sink:
         path: its name when it was opened.
         fd: through the page cache.
         direct: a second, O_DIRECT, descriptor, or -1.
+        retired: such a descriptor that refused, which earlier writes may still name; closed with the file.
         unit: bytes that direct writes begin and end on a multiple of.
         io, io_reason: "direct" or "buffered", and why.
         direct_bytes, bounced_bytes: written past the page cache; of them, copied to aligned memory first.
@@ -27,6 +29,7 @@ class Sink:
     path: str
     fd: int
     direct: int = -1
+    retired: int = -1
     unit: int = UNIT
     io: str = "buffered"
     io_reason: str = ""
@@ -53,6 +56,27 @@ class WriterInfo:
     registered_bytes: int = 0
 
 
+class Turn:
+    """A lock for the threads of one process; in a forked child, where its holder may not exist, it is no lock."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._pid = os.getpid()
+
+    @property
+    def ours(self) -> bool:
+        """Whether this is the process it was made in."""
+        return os.getpid() == self._pid
+
+    def __enter__(self) -> None:
+        if self.ours:
+            self._lock.acquire()
+
+    def __exit__(self, *exc: object) -> None:
+        if self.ours:
+            self._lock.release()
+
+
 class WriteBackend(Protocol):
     """Puts bytes at places of files. One thread at a time may call it."""
 
@@ -67,6 +91,9 @@ class WriteBackend(Protocol):
 
     def wait(self, sink: Sink) -> None:
         """Block until all that was handed over for this file is with the kernel. WriteError."""
+
+    def drop(self, sink: Sink) -> None:
+        """Let what is in flight for a file land, not to be interrupted, and forget what became of it."""
 
     def info(self) -> WriterInfo:
         """What this is."""
@@ -104,6 +131,9 @@ class PythonBackend:
         return xxhash.xxh3_64_intdigest(view) if hashed else None
 
     def wait(self, sink: Sink) -> None:
+        """See WriteBackend."""
+
+    def drop(self, sink: Sink) -> None:
         """See WriteBackend."""
 
     def info(self) -> WriterInfo:

@@ -9,7 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
 
-from lf_memory import Fence, HostPool
+from lf_memory import Fence, HostPool, PoolError, TorchRegistrar
 
 from ._batch import Batch, Convert, PackedBatch
 from ._errors import LoaderError
@@ -26,7 +26,7 @@ class Backend(Protocol):
     """A device as the loader needs it; `CudaBackend` is one, tests bring another."""
 
     def pin(self, memory: Array) -> Callable[[], None]:
-        """Page-lock uint8 memory for the device; returns what undoes it. OSError with the reason if refused."""
+        """Page-lock uint8 memory for the device; returns what undoes it. PoolError with the reason if refused."""
 
     def upload(self, slot: Sequence[Array], other: Sequence[Array]) -> tuple[list[Any], Fence]:
         """Start copying arrays to the device, on a stream of its own, and return at once.
@@ -55,12 +55,10 @@ class CudaBackend:
 
     def pin(self, memory: Array) -> Callable[[], None]:
         """See Backend; cudaHostRegister."""
-        runtime, address = self._torch.cuda.cudart(), memory.ctypes.data
+        registrar, address = TorchRegistrar(), memory.ctypes.data
         with self._torch.cuda.device(self._device):
-            code = int(runtime.cudaHostRegister(address, memory.nbytes, 0))
-        if code:
-            raise OSError(code, f"cudaHostRegister of {memory.nbytes} bytes failed with code {code}")
-        return lambda: runtime.cudaHostUnregister(address)
+            registrar.register(address, memory.nbytes)
+        return lambda: registrar.unregister(address)
 
     def upload(self, slot: Sequence[Array], other: Sequence[Array]) -> tuple[list[Any], Fence]:
         """See Backend."""
@@ -69,10 +67,16 @@ class CudaBackend:
         # from pageable memory a copy would hold the host up; torch's own pinned memory remembers its readers
         host += [torch.from_numpy(array).pin_memory() for array in other]
         with torch.cuda.stream(self._stream):
-            arrays = [tensor.to(self._device, non_blocking=True) for tensor in host]
+            arrays = [torch.empty_like(tensor, device=self._device) for tensor in host]
+            self._copy(host, arrays)
             event = torch.cuda.Event()
             event.record(self._stream)
         return arrays, _EventFence(event)
+
+    def _copy(self, host: Sequence[Any], arrays: Sequence[Any]) -> None:
+        """Start the copies; the stream is the current one."""
+        for source, target in zip(host, arrays, strict=True):
+            target.copy_(source, non_blocking=True)
 
     def hand_over(self, arrays: Sequence[Any], fence: Fence) -> None:
         """See Backend."""
@@ -141,7 +145,7 @@ class DeviceFeed:
     def _pin(self, pool: HostPool) -> Any:
         try:
             unpin = self._backend.pin(pool.buffer)
-        except OSError as error:
+        except PoolError as error:
             self.pinned = str(error)
             unpin = _nothing
         # holds the mapping until the device has let go of it, also when nobody calls close()

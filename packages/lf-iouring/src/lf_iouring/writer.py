@@ -10,7 +10,6 @@ A file that must appear complete or not at all is written under another name and
 
 import errno
 import os
-import threading
 import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self
 
 from ._errors import EngineError, LoaderError, WriteError
-from ._sinks import PythonBackend, Sink, WriteBackend, WriterInfo
+from ._sinks import PythonBackend, Sink, Turn, WriteBackend, WriterInfo
 
 _ENGINES = ("auto", "io_uring", "pwrite", "python")
 _IO = ("auto", "direct", "buffered")
@@ -85,9 +84,8 @@ class WriteEngine:
         if not _CHUNK_UNIT <= chunk <= 64 << 20 or chunk % _CHUNK_UNIT:
             raise LoaderError(f"chunk={chunk!r}: it must be a multiple of 64 KiB, 64 MiB at most")
         self._backend = _backend(engine, buffers, depth, chunk)
-        self._lock = threading.RLock()
+        self._turn = Turn()
         self._closed = False
-        self._pid = os.getpid()
 
     def create(
         self, path: str | Path, *, reserve: int = 0, io: str = "auto", durable: bool = True
@@ -106,7 +104,7 @@ class WriteEngine:
         """
         if io not in _IO:
             raise EngineError(f"io={io!r}: choose one of {', '.join(_IO)}")
-        with self._lock:
+        with self._turn:
             self._require_usable()
             return FileWriter(self, str(path), reserve, io, durable)
 
@@ -116,11 +114,11 @@ class WriteEngine:
 
     def close(self) -> None:
         """Let what is in flight land and give the ring up. Files still open cannot go on. Harmless when repeated."""
-        with self._lock:
+        with self._turn:
             if self._closed:
                 return
             self._closed = True
-            if os.getpid() == self._pid:
+            if self._turn.ours:
                 self._backend.close()
             else:
                 self._backend.abandon()
@@ -134,7 +132,7 @@ class WriteEngine:
     def _require_usable(self) -> None:
         if self._closed:
             raise EngineError("the write engine is closed")
-        if os.getpid() != self._pid:
+        if not self._turn.ours:
             raise EngineError("a write engine cannot be used after fork; make one in the child")
 
 
@@ -155,7 +153,7 @@ class FileWriter:
         self._reserve_reason = ""
         self._failed = self._closed = False
         self._sink = Sink(path, _open(path))
-        self._finalizer = weakref.finalize(self, _close, self._sink)
+        self._finalizer = weakref.finalize(self, _let_go, engine._turn, self._backend, self._sink)
         try:
             self._choose(io)
             self._reserve(reserve)
@@ -186,7 +184,7 @@ class FileWriter:
         Returns as soon as all bytes are on their way. Raises WriteError, also for an earlier write that has
         failed meanwhile.
         """
-        with self._engine._lock:
+        with self._engine._turn:
             self._require_open()
             at = self._end if offset is None else offset
             if at < 0:
@@ -205,13 +203,13 @@ class FileWriter:
 
     def flush(self) -> None:
         """Wait until every write has landed; their memory is free then. Not yet durable. WriteError."""
-        with self._engine._lock:
+        with self._engine._turn:
             self._require_open()
             self._flush()
 
     def sync(self) -> None:
         """`flush`, and have the device keep it (fdatasync), size included. WriteError."""
-        with self._engine._lock:
+        with self._engine._turn:
             self._require_open()
             self._flush()
             self._call("fdatasync", os.fdatasync)
@@ -221,7 +219,7 @@ class FileWriter:
 
         Harmless when repeated, and after an error. Raises WriteError if the file is not complete by now.
         """
-        with self._engine._lock:
+        with self._engine._turn:
             if self._closed:
                 return
             if self._failed:
@@ -238,22 +236,13 @@ class FileWriter:
                 self.abort()
                 raise
             self._closed = True
-            self._finalizer.detach()
-            _close(self._sink)
+            self._finalizer()
 
     def abort(self) -> None:
         """Give the descriptors back without finishing; returns when no memory is in use any more."""
-        with self._engine._lock:
-            if self._closed:
-                return
+        with self._engine._turn:
             self._closed = True
-            try:
-                if not self._engine._closed and os.getpid() == self._engine._pid:
-                    self._backend.wait(self._sink)
-            except WriteError:
-                pass  # the file is given up anyway, or the error is on its way
-            finally:
-                self._finalizer()
+            self._finalizer()
 
     def info(self) -> FileInfo:
         """How it is being written; see FileInfo."""
@@ -343,16 +332,23 @@ def _open(path: str) -> int:
         raise WriteError(path, "open", error.errno or 0) from None
 
 
+def _let_go(turn: Turn, backend: WriteBackend, sink: Sink) -> None:
+    """Close a file's descriptors, but not before the last write that names them: their numbers are soon others'."""
+    with turn:
+        backend.drop(sink)
+        _close(sink)
+
+
 def _close(sink: Sink) -> None:
-    """Both descriptors, whatever happens; a network file system may report a lost write only here."""
+    """All descriptors, whatever happens; a network file system may report a lost write only here."""
     failure: OSError | None = None
-    for fd in (sink.direct, sink.fd):
+    for fd in (sink.direct, sink.retired, sink.fd):
         if fd >= 0:
             try:
                 os.close(fd)
             except OSError as error:
                 failure = error
-    sink.direct = sink.fd = -1
+    sink.direct = sink.retired = sink.fd = -1
     if failure is not None:
         raise WriteError(sink.path, "close", failure.errno or 0)
 

@@ -70,7 +70,8 @@ class Lease:
         """Address of the slot's first byte, for native code; PoolError after `release`."""
         if self._memory is None:
             self._fail("used after its release")
-        return self._table.address(self.index)
+        table = self._table
+        return table.base + self.index * table.stride
 
     @property
     def offset(self) -> int:

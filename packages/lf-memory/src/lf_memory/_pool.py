@@ -7,8 +7,10 @@ from ._errors import PoolError
 from ._lease import Lease
 from ._pin import Registrar
 from ._region import PAGE, round_up
-from ._slots import SlotTable, zone_bytes
+from ._slots import SlotTable
 from ._stats import PoolStats
+
+_RED_ZONE = PAGE  # behind each slot in safety mode: nobody may write there
 
 
 class HostPool(Pool):
@@ -37,7 +39,7 @@ class HostPool(Pool):
         if slot_bytes < 1 or slots < 1:
             raise PoolError(f"slot_bytes={slot_bytes}, slots={slots}: both must be at least 1")
         tracer = _trace.Tracer() if _trace.wanted(safety) else None
-        stride = round_up(slot_bytes, PAGE) + zone_bytes(tracer)
+        stride = round_up(slot_bytes, PAGE) + (_RED_ZONE if tracer is not None else 0)
         size = stride * slots
         if size > MAX_POOL:
             raise PoolError(f"a pool of {size} bytes is not possible", needed=size)

@@ -45,7 +45,7 @@ class RangeTable(SlotTable):
             if self.tracer is not None:
                 self._check_poison(index, self.tracer)
                 self.tracer.note("acquire", index)
-            memory = slot_type(nbytes).from_address(self.address(index))
+            memory = slot_type(nbytes).from_address(self.base + index * PAGE)
             self._busy[index] = self._watch(index, memory)
             self._stale = False
             self.acquires += 1

@@ -68,10 +68,10 @@ def _os_error() -> OSError:
 
 
 def _map(fd: int | None, size: int, writable: bool, flags: int) -> _Mapping:
-    """Map a whole file shared, or memory without one, its first byte at a 2 MiB boundary."""
-    reserved = round_up(size, PAGE) + HUGE
+    """Map a whole file shared, or memory without one: at a 2 MiB boundary, between pages that nobody may touch."""
+    reserved = round_up(size, PAGE) + HUGE + PAGE
     base = _mmap(None, reserved, _PROT_NONE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-    address = round_up(base, HUGE)
+    address = round_up(base + PAGE, HUGE)
     prot = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
     flags |= _MAP_FIXED | _MAP_NORESERVE
     flags |= mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS if fd is None else mmap.MAP_SHARED

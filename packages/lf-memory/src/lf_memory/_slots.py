@@ -9,9 +9,10 @@ re-entrant; whoever needs a slot next takes the returned ones from that queue.
 import ctypes
 import functools
 import queue
+import sys
+import sysconfig
 import threading
 from collections.abc import Callable
-from sys import getrefcount
 from typing import Any
 
 import numpy as np
@@ -20,10 +21,12 @@ import numpy.typing as npt
 from ._errors import Holder, PoolError
 from ._lease import Fence, Lease, Watch
 from ._line import Line
-from ._region import PAGE, Region
+from ._region import Region
 from ._trace import Tracer, first_write, poison
 
-_UNSHARED = 2  # references to a released memory: the name in `release`, the argument of getrefcount
+# References to a released memory that no array shows: the name in `release`, the argument of getrefcount. Python 3.14
+# borrows some of them, and without the GIL the count may change meanwhile: nothing is reused there.
+_UNSHARED = 2 if sys.version_info < (3, 14) and not sysconfig.get_config_var("Py_GIL_DISABLED") else -1
 
 
 @functools.lru_cache(maxsize=1024)
@@ -39,6 +42,7 @@ class SlotTable:
     interrupted change leaves in neither list is found again by `_recover`.
 
     Attributes:
+        base, stride: address of the first slot, and bytes from one slot to the next.
         line: threads that wait for a slot.
         acquires, peak, collected: see PoolStats.
         noun: what a message calls one part of the region.
@@ -50,9 +54,9 @@ class SlotTable:
         self, region: Region, slots: int, slot_bytes: int, stride: int, tracer: Tracer | None
     ) -> None:
         self._region: Region | None = region
-        self._address = region.address
+        self.base = region.address
         self._type = slot_type(slot_bytes)
-        self._stride = stride
+        self.stride = stride
         self._lock = threading.Lock()  # never taken by anything the garbage collector may call
         self._returned: queue.SimpleQueue[Watch | None] = queue.SimpleQueue()
         self._note_returned: Callable[[Any], None] = self._returned.put
@@ -87,7 +91,7 @@ class SlotTable:
                 self.tracer.note("acquire", index)
             spare = self._spare.pop(index, None)
             if spare is None:
-                memory = self._type.from_address(self._address + index * self._stride)
+                memory = self._type.from_address(self.base + index * self.stride)
                 watch = self._watch(index, memory)
             else:
                 memory, watch = spare
@@ -109,7 +113,7 @@ class SlotTable:
             if self._plain and not self._fences:
                 watch = self._busy.pop(index)
                 self._free.append(index)
-                if getrefcount(memory) == _UNSHARED:
+                if sys.getrefcount(memory) == _UNSHARED:
                     self._spare[index] = memory, watch
             else:
                 self._take_back(self._busy[index], "release")
@@ -168,18 +172,14 @@ class SlotTable:
 
     def offset(self, index: int) -> int:
         """First byte of a slot in the region."""
-        return index * self._stride
-
-    def address(self, index: int) -> int:
-        """Address of a slot's first byte."""
-        return self._address + index * self._stride
+        return index * self.stride
 
     def _reach(self, index: int) -> int:
         """Bytes from the start of a slot to the start of the next."""
-        return self._stride
+        return self.stride
 
     def _bytes(self, start: int, nbytes: int) -> npt.NDArray[np.uint8]:
-        memory = slot_type(nbytes).from_address(self._address + start)
+        memory = slot_type(nbytes).from_address(self.base + start)
         memory.region = self._region
         return np.frombuffer(memory, np.uint8)
 
@@ -254,8 +254,3 @@ class SlotTable:
             self._put_free(index)
             site = tracer.last("release", index)
             raise PoolError(f"{self.noun} {index} was written at byte {offset} after its release at {site}")
-
-
-def zone_bytes(tracer: Tracer | None) -> int:
-    """Bytes kept free behind each slot to notice writes past its end."""
-    return PAGE if tracer is not None else 0

@@ -74,6 +74,14 @@ def _add_launch(p: argparse.ArgumentParser) -> None:
     p.add_argument("--rdzv-endpoint", help="HOST:PORT of the rendezvous when nnodes > 1")
 
 
+def _add_memory(p: argparse.ArgumentParser) -> None:
+    p.add_argument(
+        "--memory-safety-mode",
+        action="store_true",
+        help="find batches that are written or read when they should not be (slow); LOONGFORGE_DEBUG_MEMORY=1",
+    )
+
+
 def _add_overrides(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. optim.lr=1e-3")
 
@@ -84,6 +92,7 @@ def _add_train(commands: Commands) -> None:
         "arguments", nargs="*", metavar="[CONFIG.yaml] KEY=VALUE", help="a YAML file and/or settings"
     )
     _add_launch(p)
+    _add_memory(p)
     p.set_defaults(handler=_train)
 
 
@@ -92,6 +101,7 @@ def _add_resume(commands: Commands) -> None:
     p.add_argument("run", help="folder of the run")
     _add_overrides(p)
     _add_launch(p)
+    _add_memory(p)
     p.set_defaults(handler=_resume)
 
 
@@ -223,6 +233,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the ``loongforge`` command."""
     make_lenient()
     args = _parser().parse_args(arguments)
+    if getattr(args, "memory_safety_mode", False):
+        os.environ["LOONGFORGE_DEBUG_MEMORY"] = "1"  # read by lf-memory when a pool is made, in every rank
     if EXIT_FILE in os.environ:
         die_with_parent()  # a rank whose torchrun is gone stops like after SIGTERM, with its step saved
     try:
