@@ -3,6 +3,7 @@
 Every case runs in a process of its own (see limits.py). Denials by name are in test_denied.py.
 """
 
+import importlib.util
 import os
 import shutil
 import signal
@@ -14,7 +15,7 @@ from pathlib import Path
 import pytest
 
 CHILD = """
-import hashlib, os, shutil, sys, threading
+import hashlib, os, shutil, sys, threading, time
 import limits
 import lf_format, lf_iouring
 path = sys.argv[1]
@@ -72,6 +73,7 @@ def free(data, in_child):
     return rows(in_child(CHILD + "report()", data))
 
 
+NATIVE = importlib.util.find_spec("lf_iouring._native") is not None
 needs_root = pytest.mark.skipif(os.getuid() != 0, reason="needs root")
 
 LIMITS = {
@@ -106,7 +108,7 @@ def test_limits_do_not_change_a_batch(data, free, in_child, name):
             assert digest == "refused"  # no direct reads on this file system
             continue
         assert digest == free[way][0], (way, engine, reason)
-        if name in ("EPERM", "ENOSYS", "all of them"):
+        if NATIVE and name in ("EPERM", "ENOSYS", "all of them"):
             errno = "ENOSYS" if name == "ENOSYS" else "EPERM"
             assert engine == "pread"
             assert reason.startswith(f"io_uring: {errno} ")
@@ -154,7 +156,7 @@ print(digest(b for some in ([first], loader) for b in some))
     assert in_child(CHILD + code, data, tmp_path) == free[way][0]
 
 
-@pytest.mark.parametrize("engine", ["auto", "pread", "python"])
+@pytest.mark.parametrize("engine", ["auto", "pread", "python"] if NATIVE else ["python"])
 @pytest.mark.parametrize("size", [0, 4096, 30_000])
 def test_a_file_cut_short_while_reading_is_one_data_error(tmp_path, data, in_child, engine, size):
     code = f"""
@@ -243,7 +245,11 @@ if os.fork():
 sys.stdin.readline()  # until the parent is dead
 print(digest(b for some in ([first], loader) for b in some), len(os.listdir("/proc/self/task")), flush=True)
 loader.close()
-print(len(os.listdir("/proc/self/task")), flush=True)
+for _ in range(500):  # a joined thread may be listed for a moment
+    if len(os.listdir("/proc/self/task")) == 1:
+        print("alone", flush=True)
+        break
+    time.sleep(0.01)
 """
     )
     before = set(os.listdir("/dev/shm"))
@@ -254,7 +260,7 @@ print(len(os.listdir("/proc/self/task")), flush=True)
     out, _ = process.communicate("go\n", timeout=60)
     found, after = out.splitlines()
     assert found == f"{free['padded'][0]} 4"  # itself and three threads of its own
-    assert after == "1"
+    assert after == "alone"
     left = set(os.listdir("/dev/shm")) - before  # others may use it meanwhile
     assert not [name for name in left if "lf" in name.lower() or "loong" in name.lower()]
 
