@@ -2,6 +2,7 @@
 
 import gc
 import threading
+import time
 
 import pytest
 
@@ -84,3 +85,18 @@ def test_close_refuses_while_leases_are_live_and_waits_for_fences(fence):
     pool.close()
     with pytest.raises(PoolError, match="closed"):
         pool.acquire()
+
+
+def test_a_pool_that_waits_for_fences_in_close_is_closed_to_others(fence):
+    pool, event = make(), fence()
+    lease = pool.acquire()
+    lease.fence(event)
+    lease.release()
+    closing = threading.Thread(target=pool.close)
+    closing.start()
+    while not event.waited:
+        time.sleep(0.001)
+    with pytest.raises(PoolError, match="the pool is closed"):
+        pool.acquire()
+    event.passed.set()
+    closing.join()

@@ -155,7 +155,7 @@ class Pool:
 
     def _require_usable(self) -> None:
         if not self._usable:
-            if not self._backing.open:
+            if os.getpid() == self._pid:
                 raise PoolError("the pool is closed")
             raise PoolError(
                 f"this pool belongs to process {self._pid}: after fork make a new pool, "
