@@ -9,6 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import lf_format as lff
 from lf_format import preprocess_cli
@@ -45,15 +47,15 @@ def phrases() -> list[np.ndarray[Any, Any]]:
 def test_a_writer_keeps_dictionaries_that_pay_and_says_so(
     write: Write, phrases: list[Any], tmp_path: Path
 ) -> None:
-    settings = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192}
-    plain = write(phrases, "plain.loongbin", codec="zstd", **settings)
+    chosen = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192}
+    plain = write(phrases, "plain.loongbin", codec="zstd", **chosen)
     with lff.Writer(
-        tmp_path / "m.loongbin", tokenizer=lff.TokenizerInfo("t", ""), codec=MEASURED, **settings
+        tmp_path / "m.loongbin", tokenizer=lff.TokenizerInfo("t", ""), codec=MEASURED, **chosen
     ) as writer:
         for record in phrases:
             writer.append(record)
     report = writer.close()
-    again = write(phrases, "again.loongbin", codec=MEASURED, **settings)
+    again = write(phrases, "again.loongbin", codec=MEASURED, **chosen)
     assert report.bytes == again.stat().st_size < 0.95 * plain.stat().st_size
     kept = [d for d in report.decisions if d.kept]
     assert {d.kind for d in report.decisions} == {"dictionary", "rank table"}
@@ -66,15 +68,15 @@ def test_a_writer_keeps_dictionaries_that_pay_and_says_so(
 
 
 def test_equal_records_give_equal_bytes(write: Write, phrases: list[Any]) -> None:
-    settings = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192, "codec": MEASURED}
-    files = [write(phrases, name, **settings).read_bytes() for name in ("a.loongbin", "b.loongbin")]
+    chosen = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192, "codec": MEASURED}
+    files = [write(phrases, name, **chosen).read_bytes() for name in ("a.loongbin", "b.loongbin")]
     assert files[0] == files[1]
 
 
 def test_writing_measured_equals_converting(write: Write, phrases: list[Any], tmp_path: Path) -> None:
-    settings = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192}
+    chosen = {"vocab_size": 60_000, "buckets": (64, 128), "block_bytes": 8192}
     options = lff.CodecOptions("auto", 1, "auto", "auto")
-    raw, direct = write(phrases, "r.loongbin", **settings), write(phrases, codec=options, **settings)
+    raw, direct = write(phrases, "r.loongbin", **chosen), write(phrases, codec=options, **chosen)
     report = lff.convert(raw, tmp_path / "c.loongbin", codec=options)
     assert direct.read_bytes() == (tmp_path / "c.loongbin").read_bytes()
     assert report.fingerprint == lff.Reader(direct).fingerprint
@@ -240,3 +242,30 @@ def test_measuring_holds_a_bounded_part_of_the_records(write: Write, monkeypatch
         samples = _train._samples(reader, [0, 2])
     held = [sum(len(payload) for payload, _ in s.train + s.judge) for s in samples.values()]
     assert all(20_000 < size <= 30_000 for size in held)
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(data=st.data())
+def test_any_records_under_any_options_come_back(write: Write, data: st.DataObject) -> None:
+    vocab_size = data.draw(st.sampled_from([2, 256, 1000, 65_536, 70_000]))
+    codec = data.draw(st.sampled_from(["raw", "zstd", "packed", "auto"]))
+    tried = st.sampled_from(["auto", "off"]) if codec in ("zstd", "auto") else st.just("off")
+    level, short = data.draw(st.sampled_from([1, 3, 9])), data.draw(st.sampled_from([0, 8, 64]))
+    options = lff.CodecOptions(codec, level, data.draw(tried), data.draw(tried), short)
+    dice = np.random.default_rng(data.draw(st.integers(0, 9)))
+    top = data.draw(st.sampled_from([2, vocab_size]))
+    count = data.draw(st.sampled_from([0, 1, 40, 300]))
+    records = [dice.integers(0, top, dice.integers(1, 65)) for _ in range(count)]
+    chosen = {"vocab_size": vocab_size, "loss_mask": data.draw(st.booleans()), "block_bytes": 600}
+    found, plain = (
+        write(records, "a.loongbin", codec=options, **chosen),
+        write(records, "b.loongbin", **chosen),
+    )
+    assert lff.verify(found).problems == []
+    with lff.Reader(found) as one, lff.Reader(plain) as other:
+        assert len(one) == len(other) == count
+        for i in range(count):
+            a, b = one.record(i), other.record(i)
+            assert a.tokens.tolist() == b.tokens.tolist()
+            assert a.flags == b.flags
+            assert np.array_equal(a.loss_mask, b.loss_mask)

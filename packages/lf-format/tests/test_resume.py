@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -219,6 +221,22 @@ def test_a_damaged_part_is_made_again(
     assert "continued" in _notes(interrupted, capsys)[0]
     lff.preprocess(tmp_path / "in/a.jsonl", tmp_path / "whole", max_len=64)
     assert bytes_of(tmp_path / "out") == bytes_of(tmp_path / "whole")
+
+
+def test_any_damage_to_the_parts_ends_with_the_same_bytes(interrupted: list[str], tmp_path: Path) -> None:
+    source, dice = tmp_path / "in/a.jsonl", random.Random(3)
+    lff.preprocess(source, tmp_path / "whole", max_len=64)
+    for number in range(20):
+        out = Path(shutil.copytree(tmp_path / "out", tmp_path / f"out{number}"))
+        for name in dice.sample(["values", "lengths", "parts"], 2):
+            path = out / FOLDER / name
+            raw = bytearray(path.read_bytes())
+            at = dice.randrange(len(raw))
+            raw[at : at + dice.choice([0, 1, 50])] = dice.randbytes(dice.choice([0, 1, 3]))
+            path.write_bytes(raw[: dice.choice([len(raw), len(raw), at])])
+        report = lff.preprocess(source, out, max_len=64)
+        assert bytes_of(out) == bytes_of(tmp_path / "whole")
+        assert len(report.empty) == len(range(0, 300, 9))
 
 
 def test_two_runs_into_one_output_are_refused(interrupted: list[str], tmp_path: Path) -> None:

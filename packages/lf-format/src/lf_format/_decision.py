@@ -11,11 +11,11 @@ class Decision:
 
     Attributes:
         bucket: bucket edge in tokens; None for the rank table, which serves all buckets.
-        kind: "dictionary", "rank table" or "codec".
+        kind: "dictionary", "rank table", or "codec NAME", the one that was taken.
         nbytes: bytes of the dictionary or table in the file; 0 for a codec.
         without: bytes that all blocks concerned would take without it (for a codec: raw).
         saved: bytes it saves there, its own size taken off; negative when it costs.
-        kept: saved is at least 2 % of without.
+        kept: saved is at least 2 % of without; always true of the codec that was taken.
         reason: in words.
     """
 
