@@ -11,7 +11,7 @@ import pytest
 import transform_cases
 
 import lf_format as lff
-from lf_iouring import Backend, CudaBackend, DataError, LoaderError
+from lf_iouring import Backend, CudaBackend, DataError, LoaderError, WorkerDied
 from lf_memory import PoolError
 
 
@@ -162,6 +162,18 @@ def test_the_device_gets_what_a_transform_made(loader_of, arguments):
     expected = [named(batch, np.asarray) for batch in loader_of(transform=arguments["transform"], **common)]
     kept = list(loader_of(device=FakeBackend(), return_type="auto", **common, **arguments))
     assert [named(batch, host) for batch in kept] == expected
+
+
+def test_a_worker_that_died_while_a_batch_was_copied_ahead_is_raised_once(loader_of, tmp_path):
+    flag = tmp_path / "die"
+    flag.touch()
+    common = {"epochs": 1, "transform": transform_cases.Dying(3, flag), "transform_workers": 1}
+    loader = loader_of(device=FakeBackend(), return_type="auto", **common)
+    seen = [next(loader).step for _ in range(3)]
+    with pytest.raises(WorkerDied, match="signal 9"):
+        next(loader)
+    flag.unlink(missing_ok=True)
+    assert seen + [batch.step for batch in loader] == list(range(len(loader)))
 
 
 def test_a_slot_is_not_used_again_while_its_copy_waits(loader_of):

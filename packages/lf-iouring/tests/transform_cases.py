@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -54,6 +55,15 @@ class Waiting:
         while context.step == self.step and Path(self.flag).exists():
             Path(self.flag + f".{os.getpid()}").touch()
             time.sleep(0.01)
+
+
+class Dying(Waiting):
+    """Ends its process at one step, the first time."""
+
+    def __call__(self, arrays, context):
+        if context.step == self.step and Path(self.flag).exists():
+            Path(self.flag).unlink()
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 def nothing_declared(arrays, context):

@@ -117,10 +117,14 @@ class DeviceFeed:
         self.copy_s, self.copied_bytes, self.pinned = 0.0, 0, ""
         self._pipeline, self._backend, self._convert, self._past = pipeline, backend, convert, past
         self._ahead: tuple[Batch, list[Any], Fence] | None = None
+        self._fault: tuple[int, LoaderError] | None = None
         self._unpin = self._pin(pipeline.pool)
 
     def fetch(self, step: int, end: int | None) -> Batch:
         """See Pipeline."""
+        fault, self._fault = self._fault, None
+        if fault is not None and fault[0] == step:
+            raise fault[1]
         ahead, self._ahead = self._ahead, None
         if ahead is None or ahead[0].step != step:
             ahead = self._upload(self._pipeline.fetch(step, end))
@@ -154,8 +158,8 @@ class DeviceFeed:
     def _look_ahead(self, step: int, end: int | None) -> None:
         try:
             self._ahead = self._upload(self._pipeline.fetch(step, end))
-        except LoaderError:
-            self._ahead = None  # raised when that batch is asked for
+        except LoaderError as error:
+            self._fault = (step, error)  # raised when that batch is asked for
 
     def _upload(self, batch: Batch) -> tuple[Batch, list[Any], Fence]:
         began = time.perf_counter()
