@@ -5,7 +5,8 @@ import pickle
 import numpy as np
 import pytest
 
-from lf_iouring import Collate, MapDataset, PlanSampler, collate, plan_of
+import lf_format as lff
+from lf_iouring import Collate, Joined, MapDataset, PlanSampler, collate, plan_of
 
 
 def test_samples_and_collate_without_torch_loader(masked, loader_of, digest):
@@ -51,3 +52,63 @@ def test_an_empty_row_and_bad_ids(masked):
     for bad in (-2, 1000):
         with pytest.raises(IndexError):
             data[bad]
+
+
+FIELDS = {
+    "robot": [
+        lff.Field.image("camera", (4, 3, 3)),
+        lff.Field.bits("done", (2,)),
+        lff.Field.tensor("points", "float32", (-1, 3)),
+    ],
+    "words": [lff.Field.tokens("words"), lff.Field.tensor("state", "float32", (2,)), lff.Field.bytes("task")],
+}
+
+
+@pytest.fixture(params=sorted(FIELDS))
+def samples(request, tmp_path):
+    """50 samples of several fields, without ids and with them."""
+    rng = np.random.default_rng(3)
+    options = {"vocab_size": 300, "tokenizer": lff.TokenizerInfo("test", "00"), "buckets": (8, 16)}
+    path = tmp_path / "s.lfg"
+    with lff.Writer(
+        path, fields=FIELDS[request.param], **(options if request.param == "words" else {})
+    ) as writer:
+        for number in range(50):
+            writer.append(
+                {
+                    "camera": rng.integers(0, 256, (4, 3, 3), np.uint8),
+                    "done": rng.integers(0, 2, 2).astype(bool),
+                    "points": rng.normal(size=(number % 4, 3)).astype(np.float32),
+                }
+                if request.param == "robot"
+                else {
+                    "words": rng.integers(0, 300, 1 + number % 16),
+                    "state": rng.normal(size=2).astype(np.float32),
+                    "task": b"go" * (number % 3),
+                }
+            )
+    with lff.open_dataset(path) as dataset:
+        yield dataset
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_of_any_fields_come_as_the_loader_gives_them(samples, loader_of, workers):
+    data_module = pytest.importorskip("torch.utils.data")
+    plan = plan_of(samples, global_batch=8, seed=7)
+    theirs = data_module.DataLoader(
+        MapDataset(samples),
+        batch_sampler=PlanSampler(plan, end_step=plan.steps_per_epoch),
+        collate_fn=Collate("numpy"),
+        num_workers=workers,
+    )
+    ours = loader_of(samples, global_batch=8, epochs=1)
+    for found, expected in zip(theirs, ours, strict=True):
+        assert set(found) == {"ids", *expected}
+        assert np.array_equal(found["ids"], expected.ids)
+        for name in expected:
+            pairs = [(found[name], expected[name])]
+            if isinstance(expected[name], Joined):
+                pairs = list(zip(found[name], expected[name], strict=True))
+            for a, b in pairs:
+                assert a.dtype == b.dtype
+                assert np.array_equal(a, b)

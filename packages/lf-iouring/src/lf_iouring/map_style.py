@@ -1,22 +1,30 @@
 """The same batches through torch's own DataLoader: a map-style data set, a batch sampler and a collate."""
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ._batch import Batch, Convert, Layout, converter
+from ._layout import Array, Joined, SlotLayout, Value
 from .plan import Plan
 
 
 @dataclass(frozen=True, eq=False)
 class Sample:
-    """One record: its id (-1: empty row), tokens [length] and loss_mask uint8[length] or None."""
+    """One record: its id (-1: empty row), tokens [length] and loss_mask uint8[length] or None.
+
+    Attributes:
+        fields: all fields by name, of a data set that has others than these two.
+        values: how they are put together.
+    """
 
     id: int
     tokens: Any
     loss_mask: Any
+    fields: Mapping[str, Array] = field(default_factory=dict)
+    values: tuple[Value, ...] = ()
 
 
 class RowIds(list[int]):
@@ -52,7 +60,10 @@ class MapDataset:
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
         self._empty = np.zeros(0, dataset.token_dtype)
-        self._masked = "loss_mask" in [field.name for field in dataset.fields]
+        names = [field.name for field in dataset.fields]
+        self._masked = "loss_mask" in names
+        plain = names in (["tokens"], ["tokens", "loss_mask"])
+        self._values = () if plain else SlotLayout(dataset).values
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -60,10 +71,12 @@ class MapDataset:
     def __getitem__(self, index: int) -> Sample:
         """Record `index`, or an empty sample for -1. IndexError outside -1..len-1."""
         if index == -1:
-            return Sample(-1, self._empty, np.zeros(0, np.uint8) if self._masked else None)
+            nothing = {value.name: _nothing(value) for value in self._values}
+            mask = np.zeros(0, np.uint8) if self._masked else None
+            return Sample(-1, self._empty, mask, nothing, self._values)
         record = self.dataset.record(int(index))
         mask = record.loss_mask.view(np.uint8) if self._masked else None
-        return Sample(int(index), record.tokens, mask)
+        return Sample(int(index), record.tokens, mask, record.fields if self._values else {}, self._values)
 
     def __getitems__(self, indices: Sequence[int]) -> list[Sample]:
         """Several records; given what PlanSampler yields, the result remembers its batch for `collate`."""
@@ -104,12 +117,18 @@ class Collate:
         converter(return_type)
         self._return_type = return_type
 
-    def __call__(self, records: Sequence[Sample]) -> Batch:
+    def __call__(self, records: Sequence[Sample]) -> Batch | dict[str, Any]:
+        """See `collate`."""
         return collate(records, return_type=self._return_type)
 
 
-def collate(records: Sequence[Sample], edge: int | None = None, return_type: str = "auto") -> Batch:
-    """Pad samples into the Batch that LoongDataLoader makes of them.
+def collate(
+    records: Sequence[Sample], edge: int | None = None, return_type: str = "auto"
+) -> Batch | dict[str, Any]:
+    """Put samples together into the Batch that LoongDataLoader makes of them.
+
+    Those of a data set with other fields become a dict of the arrays that a SampleBatch has, by name, with
+    `ids` int64[rows] (unless a field has that name), which torch sends between processes as it is.
 
     Args:
         records: samples of one batch, at least one.
@@ -120,6 +139,8 @@ def collate(records: Sequence[Sample], edge: int | None = None, return_type: str
     known = records.ids if isinstance(records, Rows) else None
     if edge is None:
         edge = known.edge if known else max(len(r.tokens) for r in records)
+    if records[0].values:
+        return _together(records, edge, converter(return_type))
     masked = records[0].loss_mask is not None
     target = Layout(len(records), records[0].tokens.dtype, masked).on_heap(edge)
     for row, record in enumerate(records):
@@ -140,3 +161,26 @@ def collate(records: Sequence[Sample], edge: int | None = None, return_type: str
         None,
         convert,
     )
+
+
+def _nothing(value: Value) -> Array:
+    """The value of an empty row."""
+    return np.zeros(value.shape if value.form == "fixed" else (0, *value.shape), value.dtype)
+
+
+def _together(records: Sequence[Sample], edge: int, convert: Convert) -> dict[str, Any]:
+    """Arrays of all fields, as a SampleBatch has them."""
+    made: dict[str, Any] = {"ids": convert(np.array([record.id for record in records], np.int64))}
+    for value in records[0].values:
+        parts = [np.asarray(record.fields[value.name]).astype(value.dtype, copy=False) for record in records]
+        if value.form == "fixed":
+            made[value.name] = convert(np.stack(parts))
+        elif value.form == "joined":
+            ends = np.cumsum([0, *map(len, parts)])
+            made[value.name] = Joined(convert(np.concatenate(parts)), convert(ends))
+        else:
+            rows = np.zeros((len(parts), edge, *value.shape), value.dtype)
+            for row, part in zip(rows, parts, strict=True):
+                row[: len(part)] = part
+            made[value.name] = convert(rows)
+    return made
