@@ -1,6 +1,5 @@
 """Between a pipeline and the caller: every batch goes through a transform, here or in worker processes."""
 
-import os
 import time
 from collections import deque
 from collections.abc import Callable
@@ -10,7 +9,7 @@ from typing import Protocol
 from lf_memory import HostPool, Lease
 
 from ._batch import Batch, Convert, PackedBatch
-from ._errors import LoaderError, TransformError, WorkerDied
+from ._errors import LoaderError, TransformError
 from ._transform_worker import MAPPED, Task, describe
 from ._worker_pool import WorkerPool
 from .transforms import (
@@ -125,7 +124,6 @@ class InWorkers:
         self.pool = source.pool if options.output is None else HostPool(options.output.slot_bytes, slots)
         self._flying: deque[_Flight] = deque()
         self._workers: WorkerPool | None = self._start()
-        self._pid = os.getpid()
 
     @property
     def pids(self) -> list[int]:
@@ -138,17 +136,21 @@ class InWorkers:
             if self._flying and self._flying[0].batch.step != step:
                 self._drain()
             self._top_up(step, end)
+            flight = self._flying[0]
             began = time.perf_counter()
-            made = self._finish(self._flying[0])
+            made = self._finish(flight)
             self.transform_s += time.perf_counter() - began
             self._flying.popleft()
+            if made.lease is not flight.batch.lease:
+                flight.batch.release()
             return made
-        except WorkerDied:
-            self._flying.clear()
-            self._workers = None
-            raise
-        except LoaderError:
-            self._drain()
+        except BaseException as error:
+            # Ctrl-C while waiting loses nothing; in the middle of a message it ends the workers.
+            if self._workers is not None and not self._workers.alive:
+                self._flying.clear()
+                self._workers = None
+            elif isinstance(error, LoaderError):
+                self._drain()
             raise
 
     def abandon(self) -> None:
@@ -199,7 +201,7 @@ class InWorkers:
         flight.arrays = arrays_of(batch)
         if batch.lease is None or flight.lease is None:
             flight.here = True
-            self.overflow += 1
+            self.overflow += batch.lease is not None  # else the pipeline has counted it
             return flight
         memory = self._source.pool.buffer
         capacity = batch.tokens.shape[1] if isinstance(batch, PackedBatch) else None
@@ -227,7 +229,6 @@ class InWorkers:
                 out.name: flight.lease.view(shape, out.dtype, out.offset)
                 for out, shape in zip(output.fields, done.shapes, strict=True)
             }
-            flight.batch.release()
         return TransformedBatch(arrays, flight.batch, flight.lease, self._convert)
 
 

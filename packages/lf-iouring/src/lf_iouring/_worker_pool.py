@@ -88,6 +88,11 @@ class WorkerPool:
         """Process ids."""
         return [worker.process.pid or 0 for worker in self._workers]
 
+    @property
+    def alive(self) -> bool:
+        """Whether the processes are there, as far as is known."""
+        return self._stop.alive
+
     def next_number(self) -> int:
         """A number for a new task."""
         self._tasks += 1
@@ -101,21 +106,25 @@ class WorkerPool:
             worker.connection.send_bytes(pickle.dumps(task))
         except ConnectionError:
             raise self._died(worker) from None
+        except BaseException:
+            self.close()  # a signal in the middle of a message
+            raise
 
     def forget(self) -> None:
         """Drop the answers to all tasks submitted so far; their memory is held until the workers are done."""
         self._forgotten = self._tasks
-        self._answers.clear()
 
     def wait(self, number: int) -> Done:
-        """The answer to a task. WorkerDied as soon as any worker is gone."""
+        """The answer to a task; those to earlier ones are dropped. WorkerDied as soon as any worker is gone."""
+        for old in [answered for answered in self._answers if answered < number]:
+            del self._answers[old]
         while number not in self._answers:
             for fd, _ in self._poll.poll(_SIGNALS_MS):
                 worker = self._by_fd[fd]
                 if fd == worker.pidfd:
                     raise self._died(worker)
                 self._receive(worker)
-        return self._answers.pop(number)
+        return self._answers[number]
 
     def close(self) -> None:
         """End the processes. Harmless when repeated."""
@@ -126,6 +135,9 @@ class WorkerPool:
             done: Done = pickle.loads(worker.connection.recv_bytes())
         except (EOFError, ConnectionError):
             raise self._died(worker) from None
+        except BaseException:
+            self.close()  # a signal in the middle of a message
+            raise
         del worker.tasks[done.number]
         if done.number > self._forgotten:
             self._answers[done.number] = done
