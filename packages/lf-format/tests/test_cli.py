@@ -41,6 +41,18 @@ def test_inspect_text_lists_every_file_of_a_directory(
     assert "1 documents, 1 records, 2 tokens" in out
 
 
+def test_inspect_counts_codecs_and_dictionaries(capsys: pytest.CaptureFixture[str]) -> None:
+    path = str(Path(__file__).parent / "golden" / "dictionaries.loongbin")
+    assert cli.main(["inspect", "--json", path]) == 0
+    info = json.loads(capsys.readouterr().out)["files"][0]
+    assert info["codecs"] == {"raw": 0, "zstd": 1, "packed": 0, "ranks and zstd": 2}
+    assert [d["kind"] for d in info["dictionaries"]] == ["rank table", "dictionary", "dictionary"]
+    assert cli.main(["inspect", path]) == 0
+    text = capsys.readouterr().out
+    assert "blocks: 1 zstd, 2 ranks and zstd" in text
+    assert f"dictionary of {info['dictionaries'][1]['bytes']} bytes" in text
+
+
 def test_verify_reports_each_damaged_file_and_exits_1(
     write: Write, capsys: pytest.CaptureFixture[str]
 ) -> None:

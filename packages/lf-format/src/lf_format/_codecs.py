@@ -12,7 +12,8 @@ import zstandard
 from lf_format._errors import FormatError, Place
 
 RAW, ZSTD, PACKED, REMAP_ZSTD = 0, 1, 2, 3
-KNOWN_CODECS = (RAW, ZSTD, PACKED, REMAP_ZSTD)
+CODEC_NAMES = {RAW: "raw", ZSTD: "zstd", PACKED: "packed", REMAP_ZSTD: "ranks and zstd"}
+KNOWN_CODECS = tuple(CODEC_NAMES)
 _CHUNK = 1 << 16  # ids packed at once, a multiple of 8: bounds the memory of one bit per byte
 Array = npt.NDArray[Any]
 

@@ -17,6 +17,7 @@ from lf_format._errors import Place
 from lf_format._index import EXTRA_COLUMNS
 
 KIND_ZSTD, KIND_RANKS = 1, 2
+DICTIONARY_NAMES = {KIND_ZSTD: "dictionary", KIND_RANKS: "rank table"}
 MAX_DICTIONARIES = 131_070  # two for every bucket
 MAX_DICTIONARY_BYTES = 1 << 24  # of a zstd dictionary; a rank table has the size of the vocabulary
 MAX_ALL_BYTES = 1 << 28  # of all contents together: a small index must not unfold into any amount of memory

@@ -10,7 +10,9 @@ from typing import Any
 
 import numpy as np
 
+from lf_format._codecs import CODEC_NAMES
 from lf_format._dataset import shard_paths
+from lf_format._dictionary import DICTIONARY_NAMES
 from lf_format._errors import FormatError
 from lf_format._reader import Reader
 from lf_format._tools_cli import add_commands
@@ -116,6 +118,11 @@ def describe(reader: Reader) -> dict[str, Any]:
             "stored": int(index.block_stored.sum()),
             "index": trailer.index_len,
         },
+        "codecs": {name: int((index.block_codec == codec).sum()) for codec, name in CODEC_NAMES.items()},
+        "dictionaries": [
+            {"kind": DICTIONARY_NAMES[entry.kind], "bytes": len(entry.stored), "decoded": len(entry.content)}
+            for entry in reader.opened.dictionaries.entries
+        ],
         "buckets": buckets,
     }
 
@@ -129,6 +136,8 @@ def _text(info: dict[str, Any]) -> str:
         f"  fields: {fields}",
         f"  {info['documents']} documents, {info['records']} records, {info['tokens']} tokens, {info['blocks']} blocks",
         f"  {size['stored']} bytes stored, {size['decoded']} decoded, index {size['index']}",
+        "  blocks: " + (", ".join(f"{n} {name}" for name, n in info["codecs"].items() if n) or "none"),
+        *(f"  {d['kind']} of {d['bytes']} bytes, {d['decoded']} decoded" for d in info["dictionaries"]),
         "  bucket    records      tokens  padding",
     ]
     lines += [
