@@ -12,7 +12,7 @@
 #include "gather.h"
 
 /* Spinning is for the gap between two batches of a fast caller, about 10 us; waking a sleeper costs that much. */
-enum { JOBS = 64, MIN_ENTRIES = 8, WAIT_SPINS = 100, IDLE_SPINS = 100 };
+enum { JOBS = 64, MIN_ENTRIES = 8, WAIT_SPINS = 100, IDLE_SPINS = 100, QUICK_NS = 100000 };
 
 typedef struct {
   struct lf_engine *engine;
@@ -34,6 +34,7 @@ struct lf_engine {
   lf_options options;
   uint32_t threads;
   int may_help;
+  _Atomic int quick;          /* the last batch took little time and no device */
   lf_files files;
   lf_codings codings;
   lf_cache cache;
@@ -133,6 +134,12 @@ static void finish(struct lf_engine *e, int64_t ticket) {
   pthread_mutex_unlock(&e->lock);
 }
 
+static void gather(struct lf_engine *e, lf_gatherer *g, int64_t ticket) {
+  lf_gather(g, &e->jobs[ticket % JOBS]);
+  int device = g->done.ring_reads + g->done.pread_reads > 0;
+  atomic_store_explicit(&e->quick, !device && g->done.busy_ns < QUICK_NS, memory_order_relaxed);
+}
+
 static void *run(void *arg) {
   worker *w = arg;
   struct lf_engine *e = w->engine;
@@ -142,7 +149,7 @@ static void *run(void *arg) {
   pthread_cond_broadcast(&e->finished);
   pthread_mutex_unlock(&e->lock);
   for (int64_t ticket; (ticket = claim(e)) >= 0;) {
-    lf_gather(&w->gatherer, &e->jobs[ticket % JOBS]);
+    gather(e, &w->gatherer, ticket);
     finish(e, ticket);
   }
   return NULL;
@@ -245,19 +252,22 @@ static int is_done(lf_engine *e, int64_t ticket) {
   return atomic_load_explicit(&e->done[ticket % JOBS], memory_order_acquire) == ticket;
 }
 
-/* On a busy machine a woken thread may not run for milliseconds; the caller is running now. */
-static void help(lf_engine *e, int64_t ticket) {
+/* Instead of sleeping, the caller reads what no thread has begun: the batch it waits for (a woken thread may not
+   run for milliseconds on a busy machine), or a later one, but that only while batches are quick to read. */
+static int help(lf_engine *e, int64_t ticket) {
   pthread_mutex_lock(&e->lock);
-  int mine = atomic_load_explicit(&e->claimed, memory_order_relaxed) == ticket;
-  if (mine) atomic_store_explicit(&e->claimed, ticket + 1, memory_order_relaxed);
+  int64_t next = atomic_load_explicit(&e->claimed, memory_order_relaxed);
+  int take = next == ticket || (atomic_load_explicit(&e->quick, memory_order_relaxed) && available(e) > 0);
+  if (take) atomic_store_explicit(&e->claimed, next + 1, memory_order_relaxed);
   pthread_mutex_unlock(&e->lock);
-  if (!mine) return;
-  lf_gather(&e->caller.gatherer, &e->jobs[ticket % JOBS]);
-  atomic_store_explicit(&e->done[ticket % JOBS], ticket, memory_order_release);
+  if (!take) return 0;
+  gather(e, &e->caller.gatherer, next);
+  atomic_store_explicit(&e->done[next % JOBS], next, memory_order_release);
+  return 1;
 }
 
 uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fault) {
-  if (e->may_help && !is_done(e, ticket)) help(e, ticket);
+  while (e->may_help && !is_done(e, ticket) && help(e, ticket)) continue;
   for (int i = 0; i < WAIT_SPINS && !is_done(e, ticket); i++) pause_cpu();
   if (!is_done(e, ticket)) {
     struct timespec until;
