@@ -57,6 +57,41 @@ def test_pixels_equal_a_plain_decode(pairs: Path, tmp_path: Path, workers: int) 
     assert lff.verify(report.output.path).ok
 
 
+@pytest.mark.parametrize("orientation", range(1, 9))
+@pytest.mark.parametrize("kind", ["JPEG", "PNG"])
+def test_images_are_turned_as_exif_says(tmp_path: Path, orientation: int, kind: str) -> None:
+    """Corners of four colours, stored turned, come out upright."""
+    upright = np.kron(
+        np.array([[[255, 0, 0], [0, 255, 0]], [[0, 0, 255], [255, 255, 255]]]), np.ones((16, 16, 1))
+    )
+    back = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE"}
+    back |= {6: "ROTATE_90", 7: "TRANSVERSE", 8: "ROTATE_270"}
+    stored = image.fromarray(upright.astype(np.uint8))
+    if orientation > 1:
+        stored = stored.transpose(image.Transpose[back[orientation]])
+    exif = image.Exif()
+    exif[0x0112] = orientation
+    stored.save(tmp_path / "a.img", kind, exif=exif)
+    lines = _write(tmp_path, [{"text": "a", "image": "a.img"}])
+    report = lff.preprocess_pairs(lines, tmp_path / "out", image_size=(32, 32))
+    with lff.Reader(report.output.path) as reader:
+        found = reader.record(0)["image"][8::16, 8::16].astype(int)
+    assert np.abs(found - upright[8::16, 8::16]).max() < 10
+
+
+def test_a_large_jpeg_is_decoded_at_a_fraction_close_to_the_whole(tmp_path: Path) -> None:
+    random = np.random.default_rng(1)
+    coarse = random.integers(0, 256, (12, 16, 3)).astype(np.uint8)
+    picture = image.fromarray(coarse).resize((1280, 960), image.Resampling.BICUBIC)
+    picture.save(tmp_path / "large.jpg", quality=95)
+    lines = _write(tmp_path, [{"text": "a", "image": "large.jpg"}])
+    report = lff.preprocess_pairs(lines, tmp_path / "out", image_size=(96, 128))
+    whole = picture.resize((128, 96), image.Resampling.BILINEAR)
+    with lff.Reader(report.output.path) as reader:
+        error = reader.record(0)["image"].astype(float) - np.asarray(whole)
+    assert 10 * np.log10(255**2 / np.mean(error**2)) > 45
+
+
 def test_without_a_size_files_stay_as_they_are(pairs: Path, tmp_path: Path) -> None:
     report = lff.preprocess_pairs(pairs, tmp_path / "out", image_size=None)
     with lff.Reader(report.output.path) as reader:
