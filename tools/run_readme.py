@@ -19,7 +19,9 @@ def run(readme: Path) -> bool:
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "readme.py"  # a file, because spawned processes import it
         script.write_text(code, encoding="utf-8")
-        done = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300)
+        done = subprocess.run(
+            [sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=300
+        )
     print(f"{readme.relative_to(ROOT)}: {'ok' if done.returncode == 0 else 'FAILED'}")
     if done.returncode:
         print(done.stdout + done.stderr)
