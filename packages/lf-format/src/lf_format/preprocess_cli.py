@@ -79,7 +79,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-len", type=int, help="longest record; longer documents are split (default: 2048)")
     add("--too-long", choices=("split", "raise"), default="split", help="documents (default: split)")
     add("--empty", choices=("skip", "raise"), default="skip", help="documents (default: skip, and name them)")
-    add("--eval-fraction", type=float, default=0.0, help="share of tokens for eval.loongbin (default: 0)")
+    add(
+        "--eval-fraction",
+        type=float,
+        default=0.0,
+        help="share of tokens (robot data: frames) held out (default: 0)",
+    )
     add("--seed", type=int, default=0, help="seed of the choice of held-out documents")
     add("--num-workers", type=int, default=1, help="tokenizing processes (default: 1, in-process)")
     add_codec_arguments(parser)
@@ -89,6 +94,7 @@ def _parser() -> argparse.ArgumentParser:
         "--image-size", type=int, nargs=2, metavar=("H", "W"), help="pixels (default: 224 224; 0 0 = as is)"
     )
     add_robot("--action-horizon", type=int, help="actions in a record (default: 16)")
+    add_robot("--eval-episodes", type=int, nargs="+", metavar="N", help="episodes for eval.lfg, whole")
     add_robot("--relative-actions", nargs="+", metavar="NAME", help="parts of modality.json, or all")
     add("--json", action="store_true", help="print the report as JSON")
     return parser
@@ -116,7 +122,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 Report = PreprocessReport | RobotReport | PairsReport
 # Options by kind of input; those of another kind are refused, never ignored.
-_ROBOT = {"image_size", "action_horizon", "relative_actions", "num_workers"}
+_ROBOT = {"image_size", "action_horizon", "relative_actions", "eval_episodes", "num_workers"}
+_ROBOT |= {"tokenizer", "eval_fraction", "seed"}
 _PAIRS = {
     "image_key",
     "text_key",
@@ -127,7 +134,7 @@ _PAIRS = {
     "max_len",
     "num_workers",
 }
-_ONLY_SAMPLES = (_ROBOT | {"image_key"}) - {"num_workers"}
+_ONLY_SAMPLES = {"image_size", "action_horizon", "relative_actions", "eval_episodes", "image_key"}
 
 
 def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
@@ -188,6 +195,8 @@ def _robot_text(report: RobotReport) -> str:
     lines += [f"skipped camera {name}: {reason}" for name, reason in report.skipped_cameras]
     lines += [f"dropped episode {index}: {reason}" for index, reason in report.dropped_episodes]
     lines += [f"note: {note}" for note in report.notes]
+    if report.eval is not None:
+        lines.append(f"{report.eval.path}: episodes {list(report.eval_episodes)}, {report.eval.bytes} bytes")
     return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
 
 
