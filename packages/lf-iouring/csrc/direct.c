@@ -61,6 +61,12 @@ int32_t lf_direct_sink(int32_t fd, uint32_t *unit) {
 
 int32_t lf_reserve(int32_t fd, uint64_t bytes) { return fallocate(fd, 0, 0, (off_t)bytes) < 0 ? -errno : 0; }
 
+static void unmap(lf_files *files) {
+  for (uint32_t i = 0; files->maps != NULL && i < files->count; i++) lf_map_close(&files->maps[i]);
+  free(files->maps);
+  files->maps = NULL;
+}
+
 int lf_files_open(lf_files *files, const lf_options *options) {
   memset(files, 0, sizeof *files);
   if (options->files == 0) return 0;
@@ -82,7 +88,16 @@ int lf_files_open(lf_files *files, const lf_options *options) {
   return 0;
 }
 
+int lf_files_map(lf_files *files) {
+  files->maps = calloc(files->count, sizeof *files->maps);
+  int rc = files->maps == NULL ? -ENOMEM : lf_bus_guard();
+  for (uint32_t i = 0; i < files->count && rc == 0; i++) rc = lf_map_open(&files->maps[i], files->fds[i]);
+  if (rc < 0) unmap(files);
+  return rc;
+}
+
 void lf_files_close(lf_files *files) {
+  unmap(files);
   free(files->fds);
   free(files->places);
   memset(files, 0, sizeof *files);

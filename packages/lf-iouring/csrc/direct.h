@@ -7,6 +7,7 @@
 #include <stdint.h>
 
 #include "lf_native.h"
+#include "mapped.h"
 
 /* Start, length and memory of a direct read are multiples of this. Devices ask for 512 or 4096 bytes. */
 enum { LF_UNIT = 4096 };
@@ -17,6 +18,7 @@ typedef struct {
   int32_t *fds;
   int32_t *places; /* place of each descriptor in `fds`, or -1 */
   uint32_t known;  /* length of `places` */
+  lf_map *maps;    /* of each file, or NULL */
 } lf_files;
 
 typedef struct {
@@ -31,6 +33,7 @@ static inline uint32_t lf_round_up(uint32_t value, uint32_t unit) { return (valu
 
 int lf_files_open(lf_files *files, const lf_options *options);
 void lf_files_close(lf_files *files);
+int lf_files_map(lf_files *files); /* without direct reads; all of them, or a negative errno and none */
 
 /* Of a first descriptor; -1 when the engine was not told of it. */
 static inline int32_t lf_place_of(const lf_files *files, int fd) {

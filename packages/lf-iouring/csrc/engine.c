@@ -191,6 +191,7 @@ static void prepare(struct lf_engine *e, worker *w) {
 static int start(struct lf_engine *e, uint32_t threads) {
   sigset_t all, before;
   sigfillset(&all);
+  sigdelset(&all, SIGBUS); /* of a copy from a file that shrinks */
   pthread_sigmask(SIG_SETMASK, &all, &before); /* signals belong to Python's main thread */
   int rc = 0;
   while (e->threads < threads && rc == 0) {
@@ -214,6 +215,7 @@ lf_engine *lf_engine_new(const lf_options *options, lf_info *info) {
     return NULL;
   }
   lf_cache_open(&e->cache, options->cache_bytes);
+  if (options->mapped && options->files > 0) info->map_error = -lf_files_map(&e->files);
   pthread_mutex_init(&e->lock, NULL);
   pthread_cond_init(&e->work, NULL);
   pthread_condattr_t clock;
@@ -287,6 +289,7 @@ uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fa
 
 void lf_engine_counters(lf_engine *e, lf_counters *out) {
   const memory_order relaxed = memory_order_relaxed;
+  out->mapped_reads = atomic_load_explicit(&e->tally.mapped_reads, relaxed);
   out->cached_reads = atomic_load_explicit(&e->tally.cached_reads, relaxed);
   out->direct_reads = atomic_load_explicit(&e->tally.direct_reads, relaxed);
   out->ring_reads = atomic_load_explicit(&e->tally.ring_reads, relaxed);

@@ -271,6 +271,7 @@ static uint32_t start_row(lf_gatherer *g, lf_job *job, uint32_t row, uint32_t pi
 }
 
 static void add_to_tally(lf_gatherer *g) {
+  count(&g->tally->mapped_reads, g->done.mapped_reads);
   count(&g->tally->cached_reads, g->done.cached_reads);
   count(&g->tally->direct_reads, g->done.direct_reads);
   count(&g->tally->ring_reads, g->done.ring_reads);
@@ -287,6 +288,7 @@ void lf_gather(lf_gatherer *g, lf_job *job) {
   uint64_t began = lf_now_ns();
   uint32_t pieces = 0;
   memset(&g->done, 0, sizeof g->done);
+  g->mapped = g->files->maps != NULL && lf_bus_guarded();
   g->hashed = 0;
   g->hash_ns = 0;
   if (!reserve(g, job)) {

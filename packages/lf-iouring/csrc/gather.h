@@ -20,7 +20,7 @@ typedef struct {
 } lf_job;
 
 typedef struct {
-  _Atomic uint64_t cached_reads, direct_reads, ring_reads, pread_reads, bytes, busy_ns, hash_ns;
+  _Atomic uint64_t mapped_reads, cached_reads, direct_reads, ring_reads, pread_reads, bytes, busy_ns, hash_ns;
   _Atomic uint64_t decoded_blocks, decode_ns;
 } lf_tally;
 
@@ -34,6 +34,7 @@ typedef struct {
   uint32_t depth; /* reads in flight at most */
   int no_nowait; /* a file system refused RWF_NOWAIT */
   int no_cachestat;
+  int mapped; /* copies from mappings are guarded now */
   const lf_files *files;
   const lf_codings *codings;
   lf_cache *cache;

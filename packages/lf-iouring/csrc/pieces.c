@@ -71,6 +71,16 @@ static int advance(lf_piece *p, uint32_t got) {
   return got == 0 ? -1 : 0;
 }
 
+static lf_map *map_of(const lf_gatherer *g, const lf_piece *p) {
+  return g->mapped && !p->direct && p->place >= 0 ? &g->files->maps[p->place] : NULL;
+}
+
+static void landed(lf_gatherer *g, lf_job *job, const lf_piece *p) {
+  lf_map *map = map_of(g, p);
+  if (map != NULL) lf_map_seen(map, p->offset, p->bytes);
+  lf_piece_done(g, job, p);
+}
+
 static void read_blocking(lf_gatherer *g, lf_job *job, lf_piece *p) {
   int state = 0;
   while (state == 0) {
@@ -87,7 +97,7 @@ static void read_blocking(lf_gatherer *g, lf_job *job, lf_piece *p) {
     return;
   }
   g->done.pread_reads++;
-  lf_piece_done(g, job, p);
+  landed(g, job, p);
 }
 
 static void queue_piece(lf_gatherer *g, lf_piece *p) {
@@ -108,7 +118,7 @@ static int completed(lf_gatherer *g, lf_job *job, lf_piece *p, int32_t result) {
     return 1;
   }
   g->done.ring_reads++;
-  lf_piece_done(g, job, p);
+  landed(g, job, p);
   return 1;
 }
 
@@ -151,10 +161,16 @@ uint32_t lf_start_read(lf_gatherer *g, lf_job *job, lf_piece p, uint32_t pieces)
   p.ask = p.bytes;
   p.bounce = -1;
   g->done.bytes += p.bytes;
+  lf_map *map = map_of(g, &p);
+  if (map != NULL && lf_map_copy(map, p.dst, p.offset, p.bytes)) {
+    g->done.mapped_reads++;
+    lf_piece_done(g, job, &p);
+    return pieces;
+  }
   if (p.bytes > 0 && may_be_cached(g, &p)) p.done = read_cached(g, &p);
   if (p.done == p.bytes) {
     g->done.cached_reads += p.bytes > 0;
-    lf_piece_done(g, job, &p);
+    landed(g, job, &p);
     return pieces;
   }
   make_direct(g, &p);

@@ -133,7 +133,7 @@ static void break_things(lf_engine *e, lf_window *w, uint8_t *slot) {
   w->blocks = blocks;
 }
 
-static void run(int file, uint32_t threads, uint32_t ring, int registered, int direct, uint64_t cache) {
+static void run(int file, uint32_t threads, uint32_t ring, int registered, int direct, int mapped, uint64_t cache) {
   const size_t size = (size_t)ROWS * (2 * EDGE + ITEMS) + 4096;
   uint8_t *memory = aligned_alloc(4096, (size * BATCHES + 4095) / 4096 * 4096);
   lf_window window = {fd, block, hash, offset, nbytes, items, place, room, used, kind, blocks,
@@ -153,6 +153,7 @@ static void run(int file, uint32_t threads, uint32_t ring, int registered, int d
                         .pool_bytes = registered ? size * BATCHES : 0,
                         .codings = &coding,
                         .coding_count = 1,
+                        .mapped = (uint32_t)mapped,
                         .cache_bytes = cache};
   if (direct && fds[1] < 0) fprintf(stderr, "no direct reads here\n");
   lf_engine *e = lf_engine_new(&options, &info);
@@ -169,6 +170,7 @@ static void run(int file, uint32_t threads, uint32_t ring, int registered, int d
   }
   lf_counters counters;
   lf_engine_counters(e, &counters);
+  CHECK(!mapped == (counters.mapped_reads == 0));
   CHECK(cache < BLOCKS * IDS ? counters.decoded_blocks > BLOCKS : counters.decoded_blocks == BLOCKS);
   break_things(e, &window, memory);
   lf_submit(e, &window, 1, (uint64_t)memory); /* still flying when the engine is freed */
@@ -190,10 +192,11 @@ int main(int argc, char **argv) {
   for (uint32_t ring = 0; ring < 2; ring++) {
     fsync(file);
     posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
-    run(file, 3, ring, 0, 0, 1 << 20);
-    run(file, 1, ring, 1, 0, 0);
+    run(file, 3, ring, 0, 0, 0, 1 << 20);
+    run(file, 2, ring, 0, 0, 1, 0);
+    run(file, 1, ring, 1, 0, 0, 0);
     posix_fadvise(file, 0, 0, POSIX_FADV_DONTNEED);
-    run(file, 2, ring, 1, 1, 2 * IDS);
+    run(file, 2, ring, 1, 1, 0, 2 * IDS);
   }
   puts("ok");
   return 0;

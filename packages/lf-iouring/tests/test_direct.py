@@ -172,8 +172,7 @@ def test_tmpfs_is_refused_by_name_and_reported_by_auto(masked_path, loader_of, m
 
 
 def test_auto_is_direct_for_data_larger_than_memory(loader_of, monkeypatch, digest):
-    assert loader_of().info().engine.io == "buffered"
-    assert "can hold it" in loader_of().info().engine.io_reason
+    assert loader_of().info().engine.io == "mapped"
     monkeypatch.setattr(engine_module, "memory_limit", lambda: 1000)
     loader = loader_of(epochs=1)
     info = loader.info().engine
@@ -185,22 +184,27 @@ def test_auto_is_direct_for_data_larger_than_memory(loader_of, monkeypatch, dige
 
 
 @pytest.mark.parametrize(
-    ("size", "engine", "direct"),
-    [(69 * GIB, "io_uring", False), (71 * GIB, "io_uring", True), (71 * GIB, "pread", False)],
+    ("size", "engine", "io"),
+    [
+        (25 * GIB, "pread", "mapped"),
+        (69 * GIB, "io_uring", "buffered"),
+        (71 * GIB, "io_uring", "direct"),
+        (71 * GIB, "pread", "buffered"),
+    ],
 )
-def test_the_choice_is_by_size_and_engine(size, engine, direct):
+def test_the_choice_is_by_size_and_engine(size, engine, io):
     decision = decide("auto", size, 100 * GIB, engine)
-    assert decision.direct == direct
+    assert decision.io == io
     assert f"{size / GIB:.2f} GiB of data, 100.00 GiB of memory" in decision.reason
-    assert decide("direct", 1, GIB, engine).direct
-    assert not decide("buffered", size, 1, engine).direct
+    for name in ("direct", "mapped", "buffered"):
+        assert decide(name, size, GIB, engine).io == name
 
 
 def test_the_python_engine_refuses_direct_by_name(loader_of):
     with pytest.raises(EngineError, match="io='direct'"):
         loader_of(engine="python", io="direct")
     with pytest.raises(EngineError, match="choose one of"):
-        loader_of(io="mapped")
+        loader_of(io="paged")
 
 
 @pytest.mark.parametrize("engine", ["auto", "pread"])

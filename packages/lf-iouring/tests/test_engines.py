@@ -161,7 +161,7 @@ def test_cold_reads_go_through_the_ring(tmp_path, write, loader_of, digest):
     path = write(tmp_path / "cold.loongbin", 400, (2048,))
     dataset = lff.open_dataset(path)
     try:
-        loader = loader_of(dataset, engine="io_uring", epochs=1)
+        loader = loader_of(dataset, engine="io_uring", io="buffered", epochs=1)
     except EngineError as error:
         pytest.skip(str(error))
     fd = dataset.readers[0].fileno()
@@ -212,7 +212,7 @@ def test_without_the_c_module_auto_is_python_and_names_are_errors(masked, loader
 
 
 def test_times_and_counts_are_reported(loader_of, masked):
-    loader = loader_of(epochs=1, engine="pread")
+    loader = loader_of(epochs=1, engine="pread", io="buffered")
     list(loader)
     stats = loader.stats()
     assert (stats.batches, stats.tokens) == (42, int(masked.lengths.sum()))

@@ -5,6 +5,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from lf_iouring import _permute
+from lf_iouring._compiled import lib
 from lf_iouring._permute import permute
 
 WORD = st.integers(min_value=-(2**63), max_value=2**64 - 1)
@@ -68,3 +70,19 @@ def test_every_image_is_about_equally_likely(n):
 def test_the_order_is_the_published_one():
     """The order is part of a saved position: changing it breaks every resume."""
     assert whole(10, seed=7, epoch=0, stream=0).tolist() == [1, 6, 3, 7, 5, 2, 4, 9, 8, 0]
+
+
+@pytest.mark.skipif(lib is None, reason="no C module")
+@given(
+    n=st.integers(1, 2**62),
+    seed=WORD,
+    epoch=st.integers(0, 10**9),
+    stream=st.integers(0, 2**41),
+    data=st.data(),
+)
+@settings(max_examples=100, deadline=None)
+def test_c_and_python_permute_alike(n, seed, epoch, stream, data):
+    positions = np.array(data.draw(st.lists(st.integers(0, n - 1), max_size=20)), np.int64)
+    keys = _permute.round_keys(seed, epoch, stream)
+    expected = _permute._permuted(positions, n, max((n - 1).bit_length(), 2), keys)
+    assert permute(positions, n, seed=seed, epoch=epoch, stream=stream).tolist() == expected.tolist()

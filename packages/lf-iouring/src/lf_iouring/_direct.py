@@ -7,18 +7,20 @@ from typing import Any
 
 from ._errors import EngineError
 
-IO_CHOICES = ("auto", "buffered", "direct")
+IO_CHOICES = ("auto", "mapped", "buffered", "direct")
 
 # Of the memory; the trainer, its pools and the page tables need the rest.
 _CACHE_SHARE = 0.7
+# A mapping counts as memory of the process where it is resident, so it stays a small part.
+_MAPPED_SHARE = 0.25
 _FIX = "use io='auto' or io='buffered'"
 
 
 @dataclass(frozen=True)
 class Decision:
-    """Whether reads go past the page cache, and why."""
+    """How pages get to the engine: "mapped", "buffered" or "direct"; and why."""
 
-    direct: bool
+    io: str
     reason: str
 
 
@@ -47,7 +49,7 @@ class Files:
 
 
 def decide(io: str, size: int, memory: int, engine: str) -> Decision:
-    """Direct reads pay when the page cache cannot hold the data set, and hurt when it can.
+    """Mappings for a data set that memory holds easily, direct reads for one that the page cache cannot hold.
 
     Args:
         io: one of IO_CHOICES.
@@ -60,13 +62,17 @@ def decide(io: str, size: int, memory: int, engine: str) -> Decision:
     if io not in IO_CHOICES:
         raise EngineError(f"io={io!r}: choose one of {', '.join(IO_CHOICES)}")
     if io != "auto":
-        return Decision(io == "direct", "asked for by name")
+        return Decision(io, "asked for by name")
     sizes = f"{size / 2**30:.2f} GiB of data, {memory / 2**30:.2f} GiB of memory"
+    if size <= memory * _MAPPED_SHARE:
+        return Decision("mapped", f"{sizes}: it may stay in memory")
     if size <= memory * _CACHE_SHARE:
-        return Decision(False, f"{sizes}: the page cache can hold it")
+        return Decision("buffered", f"{sizes}: the page cache can hold it")
     if engine != "io_uring":
-        return Decision(False, f"{sizes}: too much for the page cache, but direct reads need a ring's depth")
-    return Decision(True, f"{sizes}: too much for the page cache")
+        return Decision(
+            "buffered", f"{sizes}: too much for the page cache, but direct reads need a ring's depth"
+        )
+    return Decision("direct", f"{sizes}: too much for the page cache")
 
 
 def files_of(dataset: Any) -> Files:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from ._direct import Files
+from ._direct import Decision, Files
 from ._errors import EngineError
 from ._layout import Slot
 from ._native import ffi, lib
@@ -45,8 +45,8 @@ class NativeEngine:
     """See Engine. `by_name` tells the report whether the user chose."""
 
     def __init__(
-        self, threads: int, pool: Array, dataset: Any, files: Files, io_reason: str, depth: int, cache_bytes: int, *,
-        want_ring: bool, by_name: bool, polling: str,
+        self, threads: int, pool: Array, dataset: Any, files: Files, decision: Decision, depth: int,
+        cache_bytes: int, *, want_ring: bool, by_name: bool, polling: str,
     ) -> None:  # fmt: skip
         report = ffi.new("lf_info *")
         fds = ffi.new("int32_t[]", [*files.fds, *files.direct])
@@ -59,6 +59,7 @@ class NativeEngine:
                 "entries": depth,
                 "files": len(files.fds),
                 "direct": bool(files.direct),
+                "mapped": decision.io == "mapped",
                 "span": files.span,
                 "fds": fds,
                 "pool": int(pool.ctypes.data),
@@ -75,7 +76,9 @@ class NativeEngine:
             files.close()
             raise EngineError(f"no thread could be started: {errno_text(report.start_error)}")
         info = _describe(report, threads, want_ring, by_name)
-        io = "direct" if files.direct else "buffered"
+        io, io_reason = decision.io, decision.reason
+        if report.map_error:
+            io, io_reason = "buffered", f"{io_reason}, but no mapping: {errno_text(report.map_error)}"
         polls, why = _polling(report, polling, io)
         self._info = replace(info, io=io, io_reason=io_reason, polling=polls, polling_reason=why)
         # Memory that C threads may write: it must outlive them, also when nobody calls close().
@@ -205,7 +208,7 @@ def _free(handle: Any, pid: int, flying: dict[int, Any], kept: Any, files: Files
 def _counters(handle: Any) -> Counters:
     c = ffi.new("lf_counters *")
     lib.lf_engine_counters(handle, c)
-    reads = (c.cached_reads, c.direct_reads, c.ring_reads, c.pread_reads)
+    reads = (c.mapped_reads, c.cached_reads, c.direct_reads, c.ring_reads, c.pread_reads)
     return Counters(*reads, c.bytes, c.busy_ns / 1e9, c.hash_ns / 1e9, c.decoded_blocks, c.decode_ns / 1e9)
 
 

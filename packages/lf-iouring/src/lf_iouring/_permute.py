@@ -6,8 +6,12 @@ positions that land outside range(n) are walked on until they land inside (cycle
 (Steele, Lea, Flood, OOPSLA 2014). It is a shuffle, not a cipher.
 """
 
+import functools
+
 import numpy as np
 import numpy.typing as npt
+
+from ._compiled import ffi, lib
 
 Ids = npt.NDArray[np.int64]
 _U64 = npt.NDArray[np.uint64]
@@ -31,7 +35,15 @@ def permute(positions: Ids, n: int, *, seed: int, epoch: int, stream: int) -> Id
     Returns int64[k]. Time O(k), memory O(k), whatever n is.
     """
     bits = max((n - 1).bit_length(), 2)
-    keys = round_keys(seed, epoch, stream)
+    keys = _kept_keys(seed, epoch, stream)
+    if lib is None:
+        return _permuted(positions, n, bits, keys)
+    out = np.array(positions, np.int64)
+    lib.lf_permute(ffi.from_buffer("int64_t[]", out), out.size, n, bits, keys)
+    return out
+
+
+def _permuted(positions: Ids, n: int, bits: int, keys: list[int]) -> Ids:
     values = _feistel(positions.astype(np.uint64), bits, keys)
     outside = np.flatnonzero(values >= n)
     while outside.size:  # the domain is below 2n, so at most half is outside: two walks on average
@@ -39,6 +51,11 @@ def permute(positions: Ids, n: int, *, seed: int, epoch: int, stream: int) -> Id
         values[outside] = walked
         outside = outside[walked >= n]
     return values.astype(np.int64)
+
+
+@functools.lru_cache(maxsize=256)
+def _kept_keys(seed: int, epoch: int, stream: int) -> list[int]:
+    return round_keys(seed, epoch, stream)
 
 
 def round_keys(seed: int, epoch: int, stream: int) -> list[int]:

@@ -16,7 +16,8 @@ class LoaderStats:
         plan_s: seconds spent computing record ids and extents, in the caller's thread.
         read_s: seconds the engine's threads were busy, hashing included.
         hash_s: the part of it spent in record hashes, estimated from one row a batch.
-        cached_reads, direct_reads, ring_reads, pread_reads: extents by the way they were read; see Counters.
+        mapped_reads, cached_reads, direct_reads, ring_reads, pread_reads: extents by the way they were read; see
+            Counters.
         decoded_blocks, decode_s: coded blocks decoded, and seconds spent on them.
         overflow: batches that got memory of their own because every slot was held by the caller; and those that
             were therefore transformed here instead of by a worker.
@@ -35,6 +36,7 @@ class LoaderStats:
     plan_s: float
     read_s: float
     hash_s: float
+    mapped_reads: int
     cached_reads: int
     direct_reads: int
     ring_reads: int

@@ -43,7 +43,7 @@ class EngineInfo:
         setup_flags: io_uring set-up flags in use, by name.
         registered: the pool is registered with every ring (READ_FIXED).
         registered_files: so are the files.
-        io: "buffered" or "direct".
+        io: "mapped", "buffered" or "direct".
         io_reason: why.
         polling: "off", "sqpoll" or "iopoll".
         polling_reason: why not, where it was asked for.
@@ -67,6 +67,7 @@ class Counters:
     """What an engine has done since its start.
 
     Attributes:
+        mapped_reads: extents copied from a mapping of the file.
         cached_reads: extents served from the page cache without blocking.
         direct_reads: extents read past the page cache, by ring or pread.
         ring_reads: extents that went through io_uring.
@@ -78,6 +79,7 @@ class Counters:
         decode_s: seconds spent hashing and decoding them.
     """
 
+    mapped_reads: int = 0
     cached_reads: int = 0
     direct_reads: int = 0
     ring_reads: int = 0
@@ -123,7 +125,7 @@ def choose(
         name: one of CHOICES.
         threads: number of reading threads, >= 1.
         pool: uint8 memory that slots lie in, for registration.
-        io: "buffered", "direct", or "auto" for direct where the page cache cannot hold the data set.
+        io: one of IO_CHOICES; "auto" is decided by the size of the data set, see `decide`.
         depth: reads in flight a thread, at most.
         cache_bytes: of decoded blocks kept.
         polling: one of POLLING; a wish, see EngineInfo.
@@ -137,11 +139,11 @@ def choose(
     files = files_of(dataset)
     decision = decide(io, files.size, memory_limit(), "pread" if name == "pread" else "io_uring")
     if name == "python":
-        _refuse_direct(io, "engine='python' has no such reads")
+        _refuse_io(io, "engine='python' has no such reads")
         return _python(threads, "asked for by name", dataset)
     missing = _missing(dataset)
     if missing:
-        _refuse_direct(io, missing)
+        _refuse_io(io, missing)
         if name != "auto":
             raise EngineError(f"engine={name!r} cannot be had: {missing}; or use engine='auto'")
         return _python(threads, missing, dataset)
@@ -153,9 +155,10 @@ def choose(
     return engine
 
 
-def _refuse_direct(io: str, why: str) -> None:
-    if io == "direct":
-        raise EngineError(f"io='direct' cannot be had: {why}; use io='auto' or io='buffered'")
+def _refuse_io(io: str, why: str) -> None:
+    """EngineError where what was asked for by name needs the engines in C."""
+    if io in ("direct", "mapped"):
+        raise EngineError(f"io={io!r} cannot be had: {why}; use io='auto' or io='buffered'")
 
 
 def _missing(dataset: Any) -> str:
@@ -178,18 +181,22 @@ def _native(
 
     def make(decision: Decision) -> Engine:
         opened = files
-        if decision.direct:
+        if decision.io == "direct":
             opened, (path, why) = open_direct(files)
             if not opened.direct:
                 if io == "direct":
                     raise refused(path, why)
-                decision = Decision(False, f"{decision.reason}, but no direct reads of {path}: {why}")
+                decision = Decision("buffered", f"{decision.reason}, but no direct reads of {path}: {why}")
         return NativeEngine(
-            threads, pool, dataset, opened, decision.reason, depth, cache_bytes,
+            threads, pool, dataset, opened, decision, depth, cache_bytes,
             want_ring=name != "pread", by_name=name != "auto", polling=polling,
         )  # fmt: skip
 
     engine = make(decision)
+    if io == "mapped" and engine.info().io != "mapped":
+        reason = engine.info().io_reason
+        engine.close()
+        raise EngineError(f"io='mapped' cannot be had: {reason}; use io='auto' or io='buffered'")
     if io == "auto" and engine.info().io == "direct" and engine.info().name != "io_uring":
         engine.close()
         engine = make(decide(io, files.size, memory_limit(), engine.info().name))

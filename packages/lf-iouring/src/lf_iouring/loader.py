@@ -48,7 +48,8 @@ class LoongDataLoader:
             None is 0 for raw blocks and for coded ones of at most 128 MiB decoded, else as many as 8 MiB hold.
         engine: "auto" (io_uring, else pread, else Python, with the reason in `info()`), or one of
             "io_uring", "pread", "python" and nothing else.
-        io: "buffered" reads through the page cache, "direct" past it (O_DIRECT); "auto" is direct where the
+        io: "mapped" copies what is in the page cache from mappings of the files, "buffered" reads through the page
+            cache, "direct" past it (O_DIRECT); "auto" is mapped up to a quarter of the memory, and direct where the
             data set is larger than the page cache can be, with the reason in `info()`.
         queue_depth: reads in flight a thread at most, 1 to 4096; 32 to 64 saturate an NVMe.
         polling: "sqpoll" has a thread of the kernel look for reads to start, "iopoll" asks the device instead of
