@@ -2,8 +2,10 @@
 
 import hashlib
 import os
+import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -126,3 +128,39 @@ def in_child():
         return done.stdout.strip()
 
     return run
+
+
+@pytest.fixture
+def under_signals():
+    """under_signals(loader, count, read) -> [read(batch)] of `count` batches, with Ctrl-C at 40 random moments."""
+    moments = np.random.default_rng(1).exponential(0.002, 40).tolist()
+    armed = False
+
+    def strike(*_):
+        if armed:
+            raise KeyboardInterrupt
+
+    def one(loader, read):
+        nonlocal armed
+        timer = threading.Timer(moments.pop() if moments else 60, os.kill, (os.getpid(), signal.SIGUSR1))
+        timer.start()
+        try:
+            armed = True
+            return read(next(loader))
+        finally:
+            armed = False
+            timer.cancel()
+
+    def run(loader, count, read):
+        seen = []
+        while len(seen) < count:
+            try:
+                seen.append(one(loader, read))
+            except KeyboardInterrupt:
+                if loader.step > len(seen):  # it struck between the loader and the list
+                    loader.set_step(len(seen))
+        return seen
+
+    before = signal.signal(signal.SIGUSR1, strike)
+    yield run
+    signal.signal(signal.SIGUSR1, before)

@@ -301,6 +301,30 @@ def test_ctrl_c_ends_a_next_that_waits_for_packing_and_the_position_stays(mixed,
     assert [contents(batch) for batch in loader] == expected
 
 
+@pytest.mark.parametrize("pack", [256, None], ids=["packed", "padded"])
+@pytest.mark.parametrize("engine", ["auto", "python"])
+def test_signals_at_any_moment_lose_and_repeat_nothing(mixed, under_signals, pack, engine):
+    reference = [contents(batch) for batch in mixed(pack=pack)]
+    loader = mixed(pack=pack, engine=engine)
+    assert under_signals(loader, len(reference), contents) == reference
+
+
+def test_closing_does_not_wait_for_a_window_being_packed(mixed, monkeypatch):
+    packing, gate = threading.Event(), threading.Event()
+
+    def never(self, window):
+        packing.set()
+        gate.wait()
+        raise AssertionError("nobody asks any more")
+
+    monkeypatch.setattr(WindowPacker, "packed", never)
+    loader = mixed(epochs=1)
+    loader._pipeline._staged._ask(0)
+    packing.wait()
+    loader.close()
+    gate.set()
+
+
 def test_a_fault_while_packing_reaches_the_caller_once(mixed, monkeypatch):
     expected = [contents(batch) for batch in mixed(epochs=1)]
     faults = [MemoryError("no room to pack")]

@@ -235,31 +235,11 @@ def test_ctrl_c_ends_a_next_that_waits_for_a_worker_and_loses_nothing(loader_of,
 
 
 @pytest.mark.parametrize("output", [None, OUTPUT], ids=["in place", "output"])
-def test_signals_at_any_moment_lose_and_repeat_nothing(loader_of, output):
+def test_signals_at_any_moment_lose_and_repeat_nothing(loader_of, under_signals, output):
     transform = cases.noise if output else cases.add_one
     reference = contents(loader_of(epochs=2, transform=transform))
     loader = loader_of(epochs=2, transform=transform, transform_workers=1, transform_output=output)
-    moments = np.random.default_rng(1).exponential(0.002, 40).tolist()
-    seen = []
-
-    def interrupted():
-        signal.setitimer(signal.ITIMER_REAL, moments.pop() if moments else 0)
-        try:
-            return contents([next(loader)])
-        finally:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-
-    before = signal.signal(signal.SIGALRM, signal.default_int_handler)
-    try:
-        while len(seen) < len(reference):
-            try:
-                seen += interrupted()
-            except KeyboardInterrupt:
-                if loader.step > len(seen):  # it struck between the loader and the list
-                    loader.set_step(len(seen))
-    finally:
-        signal.signal(signal.SIGALRM, before)
-    assert seen == reference
+    assert under_signals(loader, len(reference), lambda batch: contents([batch])[0]) == reference
 
 
 def running(pid):

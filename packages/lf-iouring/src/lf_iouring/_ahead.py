@@ -6,11 +6,11 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future, wait
 from typing import Generic, TypeVar
 
+from ._cell import Cell
+
 V = TypeVar("V")
-_SIGNALS_S = 0.1  # how often a wait looks for signals that the kernel gave to another thread
 
 
 class Ahead(Generic[V]):
@@ -32,16 +32,14 @@ class Ahead(Generic[V]):
 
     def get(self, number: int) -> V:
         """The value; raises what `compute` raised for it. Asking again then computes again."""
-        future = self._ask(number)
+        cell = self._ask(number)
         for later in range(number + 1, number + 1 + self._ahead):
             self._ask(later)
         try:
-            while not future.done():
-                wait((future,), _SIGNALS_S)
-            return future.result()
+            return cell.wait()
         except BaseException:
             with self._lock:
-                if future.done() and self._known.get(number) is future:
+                if cell.done and self._known.get(number) is cell:
                     del self._known[number]
             raise
 
@@ -57,21 +55,21 @@ class Ahead(Generic[V]):
     def _begin(self) -> None:
         self._pid = os.getpid()
         self._lock = threading.Lock()
-        self._known: OrderedDict[int, Future[V]] = OrderedDict()
-        self._jobs: queue.SimpleQueue[tuple[int, Future[V]] | None] = queue.SimpleQueue()
+        self._known: OrderedDict[int, Cell[V]] = OrderedDict()
+        self._jobs: queue.SimpleQueue[tuple[int, Cell[V]] | None] = queue.SimpleQueue()
         self._started = False
         self._stop = weakref.finalize(self, self._jobs.put, None)
 
-    def _ask(self, number: int) -> "Future[V]":
+    def _ask(self, number: int) -> "Cell[V]":
         if os.getpid() != self._pid:
             self._stop.detach()
             self._begin()
         with self._lock:
-            future = self._known.get(number)
-            if future is None:
-                future = Future()
-                self._jobs.put((number, future))  # first: a known future must be one that will be done
-                self._known[number] = future
+            cell = self._known.get(number)
+            if cell is None:
+                cell = Cell()
+                self._jobs.put((number, cell))  # first: a known cell must be one that will be filled
+                self._known[number] = cell
             self._known.move_to_end(number)
             while len(self._known) > self._keep:
                 self._known.popitem(last=False)
@@ -81,14 +79,11 @@ class Ahead(Generic[V]):
                     target=_run, args=(self._compute, self._jobs), name=name, daemon=True
                 ).start()
                 self._started = True
-            return future
+            return cell
 
 
-def _run(compute: Callable[[int], V], jobs: "queue.SimpleQueue[tuple[int, Future[V]] | None]") -> None:
+def _run(compute: Callable[[int], V], jobs: "queue.SimpleQueue[tuple[int, Cell[V]] | None]") -> None:
     while (job := jobs.get()) is not None:
-        number, future = job
-        try:
-            future.set_result(compute(number))
-        except BaseException as error:
-            future.set_exception(error)
-        del job, future  # an idle thread must not hold a value that nobody else keeps
+        number, cell = job
+        cell.compute(compute, number)
+        del job, cell  # an idle thread must not hold a value that nobody else keeps

@@ -97,8 +97,15 @@ class NativeEngine:
         window = self._window
         if window is None or window[0] is not reads:
             window = self._window = (reads, _to_c(reads))
+        handing = -1
+        while (
+            handing in self._flying
+        ):  # held for ever: a signal struck before the ticket of that batch was known
+            handing -= 1
+        self._flying[handing] = (reads, batch, slot, window)
         ticket: int = lib.lf_submit(self._live(), window[1][0], batch, slot.address)
-        self._flying[ticket] = (reads, batch, slot, window)
+        self._flying[ticket] = self._flying[handing]
+        del self._flying[handing]
         return ticket
 
     def wait(self, ticket: int) -> None:

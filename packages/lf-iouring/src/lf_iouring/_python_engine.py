@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 import time
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -13,6 +13,7 @@ import xxhash
 
 from lf_format import FormatError
 
+from ._cell import Cell
 from ._errors import DataError, EngineError
 from ._layout import BITS, JOIN, NOWHERE, Slot
 from ._reads import Reads
@@ -32,23 +33,29 @@ class PythonEngine:
         bound = (0, os.sched_getaffinity(0))
         self._threads = ThreadPoolExecutor(threads, "lf-python", os.sched_setaffinity, bound)
         self._tickets = itertools.count()
-        self._flying: dict[int, Future[None]] = {}
+        self._flying: dict[int, Cell[None]] = {}
         self._lock = threading.Lock()
         self._reads = self._bytes = 0
         self._busy_s = self._hash_s = 0.0
 
     def submit(self, reads: Reads, batch: int, slot: Slot) -> int:
         """See Engine."""
-        ticket = next(self._tickets)
+        ticket, cell = next(self._tickets), Cell[None]()
         try:
-            self._flying[ticket] = self._threads.submit(self._gather, reads, batch, slot)
+            self._threads.submit(cell.compute, self._gather, reads, batch, slot)
         except RuntimeError as error:
             raise EngineError("the engine is closed") from error
+        self._flying[ticket] = cell
         return ticket
 
     def wait(self, ticket: int) -> None:
         """See Engine."""
-        self._flying.pop(ticket).result()
+        cell = self._flying[ticket]
+        try:
+            cell.wait()
+        finally:
+            if cell.done:  # else a signal ended the wait, and the slot is still being written
+                self._flying.pop(ticket, None)
 
     def info(self) -> EngineInfo:
         """See Engine."""
