@@ -123,3 +123,21 @@ def test_values_are_copied_unless_nobody_can_change_them(tmp_path: Path) -> None
         found = reader.gather(range(4), "pixels")
     assert isinstance(found, np.ndarray)
     assert found.reshape(4, -1).tolist() == [[0] * 12, [0] * 12, list(range(12, 24)), list(range(12))]
+
+
+def test_ids_of_one_length_are_the_length_of_their_records(tmp_path: Path) -> None:
+    fields = [lff.Field.tokens("ids", "uint16", length=5), lff.Field.tensor("x", "float32", (2,))]
+    rows = [{"ids": np.full(5, i), "x": np.full(2, i)} for i in range(6)]
+    paths = [tmp_path / name for name in ("single.lfg", "batch.lfg")]
+    for path in paths:
+        with lff.Writer(path, fields=fields, vocab_size=100, buckets=(8,)) as writer:
+            if path.name == "batch.lfg":
+                columns = {name: np.stack([row[name] for row in rows]) for name in ("ids", "x")}
+                writer.append_batch(columns, [3] * len(rows))
+            else:
+                for row in rows:
+                    writer.append(row)
+    with lff.open_dataset(paths) as dataset:
+        assert dataset.lengths.tolist() == [5] * 12
+        assert [int(dataset.record(i)["ids"][0]) for i in range(12)] == [*range(6)] * 2
+    assert paths[0].read_bytes() == paths[1].read_bytes()

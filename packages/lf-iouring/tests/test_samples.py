@@ -264,3 +264,25 @@ def test_a_transform_gets_every_field(samples, load, workers):
         counts = np.repeat(np.diff(ends), np.diff(ends))
         assert np.array_equal(batch["points.offsets"], ends)
         assert np.array_equal(batch["points"], points + counts[:, None].astype(np.float16))
+
+
+def test_ids_of_one_length_keep_it_whatever_the_bucket(tmp_path, load):
+    path = tmp_path / "a.lfg"
+    fields = [lff.Field.tokens("tokens", "uint16", length=5)]
+    with lff.Writer(path, fields=fields, vocab_size=100, buckets=(8,)) as writer:
+        for number in range(10):
+            writer.append({"tokens": np.full(5, number)})
+    with lff.open_dataset(path) as dataset:
+        batch = next(load(dataset, shuffle=False))
+        assert batch.edge == 8
+        assert batch.tokens.tolist() == [[number] * 5 for number in range(8)]
+
+
+def test_one_field_of_a_token_file_can_be_had(tmp_path, write, load):
+    with lff.open_dataset(write(tmp_path / "a.loongbin", 20, (64,), mask=True)) as dataset:
+        batch = next(load(dataset, fields=["tokens"]))
+        assert batch.loss_mask is None
+        assert batch.tokens.shape == (8, 64)
+        batch = next(load(dataset, fields=["loss_mask"]))
+        assert batch.tokens is None
+        assert batch["loss_mask"].shape == (8, 64)

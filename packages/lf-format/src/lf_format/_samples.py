@@ -59,7 +59,8 @@ def encode_value(
         raise _refuse(field, document, "content", "a JPEG file", raw[:8])
     if len(raw) > MAX_FIELD_BYTES:
         raise _refuse(field, document, "bytes", f"<= {MAX_FIELD_BYTES}", len(raw))
-    return raw, array.shape[0] if field.ragged else 1
+    # the number of ids is the length of a record, also where every record has the same
+    return raw, array.shape[0] if field.ragged or field.kind == "tokens" else 1
 
 
 def packed(field: Field, array: Array, document: object, axis: int | None = None) -> Array:

@@ -127,6 +127,7 @@ class SlotLayout:
         values: what is delivered, in the order of the slot.
         by_name: the same by name.
         token_field, mask_field: names of the main token ids and of the loss mask, None where not delivered.
+        token_rows: whether all there is are the padded tokens, and perhaps the loss mask, of a .loongbin.
         times: all steps in time, ascending: a row reads one record for each.
         kinds: uint8[fields] COPY, or BITS and JOIN.
         first_coding: by descriptor of a file, number of its first coding among those of all files in order.
@@ -154,6 +155,10 @@ class SlotLayout:
         self.token_field = main if main in chosen else None
         self.mask_field = next(
             (f.name for f in dataset.fields if f.role == "loss_mask" and f.name in chosen), None
+        )
+        delivered = [value.name for value in self.values]
+        self.token_rows = delivered in (["tokens"], ["tokens", "loss_mask"]) and all(
+            value.form == "padded" for value in self.values
         )
         self.times = tuple(sorted({step for value in self.values for step in value.times}))
         self.episodes = Episodes(dataset) if self.times != (0,) else None

@@ -69,7 +69,6 @@ class Pipeline:
         self._rows = rows
         self._row_count = rows.stop - rows.start
         self._layout = layout
-        self._plain = all(field.name in ("tokens", "loss_mask") for field in dataset.fields)
         self._convert = convert
         self._verify = verify
         self._depth = depth
@@ -145,31 +144,31 @@ class Pipeline:
         window, at = flight.window, flight.at
         self.batches += 1
         self.tokens += window.tokens[at]
-        rest = (
+        if self._layout.token_rows:
+            return self._token_batch(flight)
+        offsets = {name: ends[at] for name, ends in window.reads.places.offsets.items()}
+        used = int(window.reads.places.used[at])
+        return SampleBatch(
+            self._layout, flight.slot, window.starts[at], offsets, window.edges[at], used,
+            window.lengths[at], window.ids[at], window.first + at, window.epochs[at], flight.lease, self._convert,
+        )  # fmt: skip
+
+    def _token_batch(self, flight: _Flight) -> Batch:
+        """Tokens, which begin the slot, and the loss mask where there is one."""
+        window, at, slot, convert = flight.window, flight.at, flight.slot, self._convert
+        shape, starts = (self._row_count, window.edges[at]), window.starts[at]
+        tokens = convert(slot.view(shape, self._layout.values[0].dtype))
+        mask = convert(slot.view(shape, np.uint8, starts[1])) if len(starts) == 2 else None
+        return Batch(
+            tokens,
+            mask,
             window.lengths[at],
             window.ids[at],
             window.first + at,
             window.epochs[at],
             flight.lease,
-            self._convert,
+            convert,
         )
-        if self._plain:
-            tokens, mask = self._token_views(flight)
-            return Batch(tokens, mask, *rest)
-        offsets = {name: ends[at] for name, ends in window.reads.places.offsets.items()}
-        starts = window.starts[at]
-        used = int(window.reads.places.used[at])
-        return SampleBatch(self._layout, flight.slot, starts, offsets, window.edges[at], used, *rest)
-
-    def _token_views(self, flight: _Flight) -> tuple[Any, Any]:
-        """Tokens, and the loss mask or None."""
-        shape = (self._row_count, flight.window.edges[flight.at])
-        starts, convert = flight.window.starts[flight.at], self._convert
-        views = [
-            convert(flight.slot.view(shape, value.dtype, start))
-            for value, start in zip(self._layout.values, starts, strict=True)
-        ]
-        return views[0], (views[1] if len(views) == 2 else None)
 
     def _window_at(self, step: int) -> _Window:
         window = self._window
