@@ -2,7 +2,6 @@
 
 import functools
 import time
-from collections import deque
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,7 +12,7 @@ from lf_memory import HostPool, Lease
 from ._ahead import Ahead
 from ._batch import Convert, Layout, PackedBatch
 from ._depth import Depth
-from ._errors import LoaderError
+from ._in_flight import InFlight
 from ._lay import lay, mask_of
 from ._layout import HeapSlot, SlotLayout
 from ._staging import MAX_GROUPS, Group, Staged, stage
@@ -59,72 +58,36 @@ class _Flight:
     step: int
     reads: list[_Read | None]  # one a group, None where the batch has none of its records
 
+    @property
+    def tickets(self) -> list[int]:
+        return [read.ticket for read in self.reads if read is not None]
 
-class PackedPipeline:
-    """As Pipeline, for a PackPlan."""
+
+class PackedPipeline(InFlight[_Flight, PackedBatch]):
+    """Rows of whole documents."""
 
     def __init__(
         self, dataset: Any, plan: PackPlan, rows: slice, layout: Layout, pool: HostPool, engine: Engine,
         convert: Convert, *, verify: bool, depth: Depth, epochs: int | None,
     ) -> None:  # fmt: skip
-        self.pool, self.engine = pool, engine
-        self.batches = self.tokens = self.overflow = self.segments = 0
-        self.wait_s = self.plan_s = self.gather_s = self.stage_s = 0.0
+        super().__init__(pool, engine, depth)
+        self.segments, self.gather_s, self.stage_s = 0, 0.0, 0.0
         self._plan, self._layout, self._convert = plan, layout, convert
         self._masked = "loss_mask" in [field.name for field in dataset.fields]
         staging = functools.partial(_stage, dataset, SlotLayout(dataset), plan, rows, verify=verify)
         self._staged = Ahead(staging, _KEPT, ahead=1)
-        self._depth, self._epochs = depth, epochs
-        self._flying: deque[_Flight] = deque()
-        self._next = 0
+        self._epochs = epochs
         self._spare: list[Array] = []  # staging memory, largest last
 
-    def fetch(self, step: int, end: int | None) -> PackedBatch:
-        """See Pipeline; where the epochs end follows from the plan."""
-        try:
-            if self._next - len(self._flying) != step:
-                self.drain()
-                self._next = step
-            while len(self._flying) <= self._depth.value and not self._past_end(end):
-                self._start()
-            flight = self._flying[0]
-            began = time.perf_counter()
-            for read in flight.reads:
-                if read is not None:
-                    self.engine.wait(read.ticket)
-            waited = time.perf_counter() - began
-            self.wait_s += waited
-            self._depth.observe(waited)
-            self._flying.popleft()
-            return self._deliver(flight)
-        except BaseException:
-            self.drain()
-            raise
-
-    def drain(self) -> None:
-        """See Pipeline."""
-        while self._flying:
-            for read in self._flying.popleft().reads:
-                if read is None:
-                    continue
-                try:
-                    self.engine.wait(read.ticket)
-                except (LoaderError, KeyError):
-                    continue  # a batch nobody asked for; or the one whose fault is being raised
-        self._next = -1
-
     def abandon(self) -> None:
-        """See Pipeline."""
-        self._flying.clear()
+        """See InFlight."""
         self._staged.close()
-        self.engine.abandon()
+        super().abandon()
 
     def close(self) -> None:
-        """See Pipeline."""
+        """See InFlight."""
         self._staged.close()
-        self.engine.close()
-        self._flying.clear()
-        self.pool.close(force=True)
+        super().close()
 
     def stats(self, base: LoaderStats) -> PackedStats:
         """`base` with what only packing has."""
@@ -146,7 +109,9 @@ class PackedPipeline:
             bool(self._flying) and self._epochs is not None and self._plan.epoch(self._next) >= self._epochs
         )
 
-    def _start(self) -> None:
+    def _start(self, end: int | None) -> bool:
+        if self._past_end(end):
+            return False
         began = time.perf_counter()
         window, at = self._plan.locate(self._next)
         staged = self._staged.get(window)
@@ -154,10 +119,10 @@ class PackedPipeline:
         began = time.perf_counter()
         flight = _Flight(staged, at, self._next, [])
         self._flying.append(flight)
-        self._next += 1
         for group in staged.groups:
             flight.reads.append(self._submit(group, at) if group.used[at] else None)
         self.plan_s += time.perf_counter() - began
+        return True
 
     def _submit(self, group: Group, at: int) -> _Read:
         layout = Layout(group.reads.rows, self._layout.dtype, self._masked)

@@ -2,7 +2,6 @@
 
 import logging
 import time
-from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,7 @@ from lf_memory import HostPool, Lease
 
 from ._batch import Batch, Convert
 from ._depth import Depth
-from ._errors import LoaderError
+from ._in_flight import InFlight
 from ._layout import HeapSlot, Slot, SlotLayout
 from ._permute import Ids
 from ._reads import Reads, locate
@@ -47,87 +46,28 @@ class _Flight:
     at: int
     slot: Slot
     lease: Lease | None
-    ticket: int
+    tickets: tuple[int]
 
 
-class Pipeline:
-    """Reads ahead in plan order and hands out finished batches.
-
-    Not thread-safe; the loader locks. Everything here belongs to one process.
-    """
+class Pipeline(InFlight[_Flight, Batch]):
+    """Rows padded to the edge of their bucket, or samples."""
 
     def __init__(
         self, dataset: Any, plan: Plan | MixPlan, rows: slice, layout: SlotLayout, pool: HostPool, engine: Engine,
         convert: Convert, *, verify: bool, depth: Depth,
     ) -> None:  # fmt: skip
-        self.pool = pool
-        self.engine = engine
-        self.batches = self.tokens = self.overflow = 0
-        self.wait_s = self.plan_s = 0.0
-        self._dataset = dataset
-        self._plan = plan
-        self._rows = rows
-        self._row_count = rows.stop - rows.start
-        self._layout = layout
-        self._convert = convert
+        super().__init__(pool, engine, depth)
+        self._dataset, self._plan, self._layout, self._convert = dataset, plan, layout, convert
+        self._rows, self._row_count = rows, rows.stop - rows.start
         self._verify = verify
-        self._depth = depth
-        self._flying: deque[_Flight] = deque()
-        self._next = 0
         self._window: _Window | None = None
 
-    def fetch(self, step: int, end: int | None) -> Batch:
-        """The batch of `step`; reads ahead of it, but not to `end` or beyond.
-
-        DataError if one of its records is not as written; asking again tries again.
-        """
-        try:
-            if self._next - len(self._flying) != step:
-                self.drain()
-                self._next = step
-            self._top_up(end)
-            flight = self._flying[0]
-            began = time.perf_counter()
-            self.engine.wait(flight.ticket)
-            waited = time.perf_counter() - began
-            self.wait_s += waited
-            self._depth.observe(waited)
-            self._flying.popleft()
-            return self._deliver(flight)
-        except BaseException:
-            # Also on KeyboardInterrupt: what is in flight no longer matches the caller's position.
-            self.drain()
-            raise
-
-    def drain(self) -> None:
-        """Let everything in flight land and drop it."""
-        while self._flying:
-            flight = self._flying.popleft()
-            try:
-                self.engine.wait(flight.ticket)
-            except (LoaderError, KeyError):
-                continue  # a batch nobody asked for; or the one whose fault is being raised
-        self._next = -1
-
-    def abandon(self) -> None:
-        """In a forked child: forget the parent's engine and what it reads."""
-        self._flying.clear()
-        self.engine.abandon()
-
-    def close(self) -> None:
-        """Stop the engine and give the pool's memory up; arrays of delivered batches stay valid."""
-        self.engine.close()
-        self._flying.clear()
-        self.pool.close(force=True)
-
-    def _top_up(self, end: int | None) -> None:
-        while len(self._flying) <= self._depth.value and (end is None or self._next < end):
-            lease = self.pool.try_acquire()
-            if lease is None and self._flying:
-                return
-            self._start(lease)
-
-    def _start(self, lease: Lease | None) -> None:
+    def _start(self, end: int | None) -> bool:
+        if end is not None and self._next >= end:
+            return False
+        lease = self.pool.try_acquire()
+        if lease is None and self._flying:
+            return False
         window = self._window_at(self._next)
         at = self._next - window.first
         slot: Slot
@@ -136,9 +76,8 @@ class Pipeline:
             self._note_overflow()
         else:
             slot = lease
-        ticket = self.engine.submit(window.reads, at, slot)
-        self._flying.append(_Flight(window, at, slot, lease, ticket))
-        self._next += 1
+        self._flying.append(_Flight(window, at, slot, lease, (self.engine.submit(window.reads, at, slot),)))
+        return True
 
     def _deliver(self, flight: _Flight) -> Batch:
         window, at = flight.window, flight.at

@@ -45,7 +45,55 @@ class Window:
     ids: Ids
 
 
-class Plan:
+class BatchPlan:
+    """What a plan of numbered batches has whatever its order; subclasses set the attributes."""
+
+    buckets: tuple[int, ...]
+    global_batch: int
+    seed: int
+    shuffle: bool
+    fingerprint: str
+    records: int
+    steps_per_epoch: int
+
+    def window(self, first_step: int, count: int, rows: slice = slice(None)) -> Window:
+        """`count` consecutive batches at once, or only some rows of each; much cheaper than one by one."""
+        raise NotImplementedError
+
+    def batch(self, step: int) -> BatchSpec:
+        """The batch of a step (>= 0, endless: epochs follow each other)."""
+        window = self.window(step, 1)
+        return BatchSpec(step, int(window.epoch[0]), int(window.edge[0]), window.ids[0])
+
+    def rank_rows(self, rank: int, world: int) -> slice:
+        """The rows of a global batch that belong to a rank. PlanError if the batch does not divide."""
+        return rank_rows(self.global_batch, rank, world)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Position after `step` delivered batches, for JSON; below 1 KiB and the same on every rank."""
+        params = {"shuffle": self.shuffle, "records": self.records, "buckets": digest(self.buckets)}
+        return {
+            "version": STATE_VERSION,
+            "step": int(step),
+            "seed": self.seed,
+            "global_batch": self.global_batch,
+            "epoch": int(step) // self.steps_per_epoch,
+            "fingerprint": self.fingerprint,
+            "params": params | self._params(),
+        }
+
+    def check_state(self, state: Mapping[str, Any]) -> int:
+        """The step a state stands for; StateError naming what differs if it is not of this plan."""
+        step = counter(state, "step")
+        require_same(state, self.state(step))
+        return step
+
+    def _params(self) -> dict[str, Any]:
+        """What else names the order."""
+        raise NotImplementedError
+
+
+class Plan(BatchPlan):
     """The order of all records for every epoch.
 
     Each epoch permutes the records of every bucket, cuts full batches from it, and permutes the batches.
@@ -105,13 +153,8 @@ class Plan:
         if self.shuffle_block_size:
             self._blocks = BlockOrder(self._sizes, self.global_batch, self.shuffle_block_size, self.seed)
 
-    def batch(self, step: int) -> BatchSpec:
-        """The batch of a step (>= 0, endless: epochs follow each other)."""
-        window = self.window(step, 1)
-        return BatchSpec(step, int(window.epoch[0]), int(window.edge[0]), window.ids[0])
-
     def window(self, first_step: int, count: int, rows: slice = slice(None)) -> Window:
-        """`count` consecutive batches at once, or only some rows of each; much cheaper than one by one."""
+        """See BatchPlan."""
         if first_step < 0 or count < 0:
             raise PlanError(f"step {first_step}, count {count}: both must be >= 0")
         steps = np.arange(first_step, first_step + count, dtype=np.int64)
@@ -128,32 +171,8 @@ class Plan:
         """Rows of one rank, int64[global_batch / world]: contiguous, in rank order."""
         return spec.ids[self.rank_rows(rank, world)]
 
-    def rank_rows(self, rank: int, world: int) -> slice:
-        """The rows of a global batch that belong to a rank. PlanError if the batch does not divide."""
-        return rank_rows(self.global_batch, rank, world)
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Position after `step` delivered batches, for JSON; below 1 KiB and the same on every rank."""
-        return {
-            "version": STATE_VERSION,
-            "step": int(step),
-            "seed": self.seed,
-            "global_batch": self.global_batch,
-            "epoch": int(step) // self.steps_per_epoch,
-            "fingerprint": self.fingerprint,
-            "params": {
-                "shuffle": self.shuffle,
-                "records": self.records,
-                "buckets": digest(self.buckets),
-                **({"shuffle_block_size": self.shuffle_block_size} if self.shuffle_block_size else {}),
-            },
-        }
-
-    def check_state(self, state: Mapping[str, Any]) -> int:
-        """The step a state stands for; StateError naming what differs if it is not of this plan."""
-        step = counter(state, "step")
-        require_same(state, self.state(step))
-        return step
+    def _params(self) -> dict[str, Any]:
+        return {"shuffle_block_size": self.shuffle_block_size} if self.shuffle_block_size else {}
 
     def _epoch_batches(self, epoch: int, places: Ids, columns: Ids) -> tuple[Ids, Ids]:
         """Edges int64[k] and ids int64[k, columns] of the batches at `places` of an epoch."""
