@@ -1,10 +1,10 @@
 """The engine in Python threads: preadv for raw blocks, lf-format for coded ones."""
 
+import functools
 import itertools
 import os
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,9 +14,10 @@ import xxhash
 from lf_format import FormatError
 
 from ._cell import Cell
-from ._errors import DataError, EngineError
+from ._errors import DataError
 from ._layout import BITS, JOIN, NOWHERE, Slot
 from ._reads import Reads
+from ._threads import Threads
 from .engine import Counters, EngineInfo, errno_text, short_read, wrong_extent, wrong_hash
 
 Bytes = npt.NDArray[np.uint8]
@@ -29,9 +30,7 @@ class PythonEngine:
         self._info = EngineInfo("python", reason, threads)
         self._dataset = dataset
         self._names = [field.name for field in dataset.fields]
-        # as threads made in C do, these inherit the binding of the thread that makes the engine
-        bound = (0, os.sched_getaffinity(0))
-        self._threads = ThreadPoolExecutor(threads, "lf-python", os.sched_setaffinity, bound)
+        self._threads = Threads(threads, "lf-python")
         self._tickets = itertools.count()
         self._flying: dict[int, Cell[None]] = {}
         self._lock = threading.Lock()
@@ -41,10 +40,7 @@ class PythonEngine:
     def submit(self, reads: Reads, batch: int, slot: Slot) -> int:
         """See Engine."""
         ticket, cell = next(self._tickets), Cell[None]()
-        try:
-            self._threads.submit(cell.compute, self._gather, reads, batch, slot)
-        except RuntimeError as error:
-            raise EngineError("the engine is closed") from error
+        self._threads.submit(functools.partial(cell.compute, self._gather, reads, batch, slot))
         self._flying[ticket] = cell
         return ticket
 
@@ -70,7 +66,7 @@ class PythonEngine:
 
     def close(self) -> None:
         """See Engine."""
-        self._threads.shutdown(wait=True, cancel_futures=True)
+        self._threads.close()
         self._flying.clear()
 
     def abandon(self) -> None:
