@@ -301,7 +301,8 @@ void lf_gather(lf_gatherer *g, lf_job *job) {
   /* Others may wait for blocks of ours, so ours are loaded before we wait for theirs. */
   for (uint32_t row = 0; row < w->rows; row++) finish_coded(g, job, row);
   g->done.busy_ns = lf_now_ns() - began;
-  g->done.hash_ns = g->hash_ns * g->hashed;
+  g->done.hash_ns = g->hash_ns * g->hashed; /* an estimate, so it may exceed the whole */
+  if (g->done.hash_ns > g->done.busy_ns) g->done.hash_ns = g->done.busy_ns;
   add_to_tally(g);
 }
 

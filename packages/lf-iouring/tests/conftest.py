@@ -14,7 +14,8 @@ import pytest
 import lf_format as lff
 from lf_iouring import LoongDataLoader
 
-sys.path.append(str(Path(__file__).parent))  # worker processes import transform_cases by name
+sys.path.append(str(Path(__file__).parent))  # tests and their processes import what lies beside them
+from child_env import child_env
 
 TOKENIZER = lff.TokenizerInfo("test", "00")
 
@@ -122,7 +123,7 @@ def in_child():
             capture_output=True,
             text=True,
             timeout=timeout,
-            env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+            env=child_env(),
         )
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.strip()

@@ -13,6 +13,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from child_env import child_env
 
 CHILD = """
 import hashlib, os, shutil, sys, threading, time
@@ -226,7 +227,7 @@ def start(code, *arguments):
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parent)},
+        env=child_env(),
     )
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import transform_cases as cases
+from child_env import child_env
 
 from lf_iouring import LoaderError, TransformError, WorkerDied
 from lf_iouring.transforms import OutputSpec, TransformContext
@@ -282,7 +283,7 @@ def test_workers_leave_with_a_killed_parent_and_nothing_stays(masked_path, tmp_p
             next(loader)
         """)
     )
-    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parent), "TMPDIR": str(scratch)}
+    environment = child_env(TMPDIR=str(scratch))
     parent = subprocess.Popen([sys.executable, script], env=environment)
     while len(pids := [int(path.suffix[1:]) for path in tmp_path.glob("wait.*")]) < 2:
         assert parent.poll() is None
