@@ -87,7 +87,7 @@ def test_the_file_has_the_permissions_of_the_umask(tmp_path: Path) -> None:
 
 
 def test_a_directory_or_a_missing_directory_as_target_is_an_error(tmp_path: Path) -> None:
-    with pytest.raises(lff.FormatError, match="directory"):
+    with pytest.raises(lff.FormatError, match="no regular file"):
         new_writer(tmp_path)
     with pytest.raises(FileNotFoundError):
         new_writer(tmp_path / "absent" / "a.loongbin")
@@ -101,6 +101,17 @@ def _fill(path: Path) -> None:
     with new_writer(path) as writer:
         while True:
             writer.append([1] * 64)
+
+
+def test_a_fifo_or_a_device_as_target_is_refused_and_stays(tmp_path: Path) -> None:
+    fifo, link = tmp_path / "fifo", tmp_path / "link"
+    os.mkfifo(fifo)
+    link.symlink_to("/dev/zero")
+    for target in (fifo, link):
+        with pytest.raises(lff.FormatError, match="no regular file"):
+            new_writer(target)
+    assert fifo.is_fifo()
+    assert link.is_symlink()
 
 
 def test_a_file_size_limit_is_an_os_error_and_leaves_nothing(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -165,3 +166,17 @@ def test_salvage_command_names_what_is_lost(
     output = capsys.readouterr()
     assert "63 records" in output.out
     assert "lost: record 40" in output.err
+
+
+def test_neither_the_source_nor_the_model_is_replaced(sample: Path, tmp_path: Path) -> None:
+    whole = tmp_path / "like.loongbin"
+    whole.write_bytes(sample.read_bytes())
+    for output in (sample, whole):
+        with pytest.raises(lff.FormatError, match="output is one of the inputs"):
+            lff.salvage(sample, output, like=whole)
+
+
+def test_a_fifo_is_refused_unopened(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "fifo")
+    with pytest.raises(lff.FormatError, match="not a regular file"):
+        lff.salvage(tmp_path / "fifo", tmp_path / "out.loongbin")

@@ -22,8 +22,8 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.is_dir():
-            raise FormatError("output path is a directory", path=path)
+        if path.exists() and not path.is_file():  # the rename would replace a device or a FIFO
+            raise FormatError("output path is no regular file", path=path)
         self.path = path
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         # Not mkstemp: its 0600 would survive the rename; the user's umask should decide.
@@ -69,6 +69,13 @@ def _remove(fd: int, temporary: Path, owner: int) -> None:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def refuse_same(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:
+    """FormatError when `output` is one of `inputs`, which publishing it would replace."""
+    for path in inputs:
+        if Path(output).exists() and os.path.samefile(path, output):
+            raise FormatError("output is one of the inputs", path=output)
 
 
 def sync_directory(directory: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from lf_format._atomic import refuse_same
 from lf_format._container import Container, Identity, WriteReport
 from lf_format._dataset import Dataset, open_dataset
 from lf_format._dictionary import KIND_RANKS
@@ -30,7 +31,7 @@ def merge(inputs: Sequence[PathLike], output: PathLike, *, _base_offset: int | N
     Raises:
         FormatError: when the inputs disagree or one is damaged; no output appears then. OSError.
     """
-    _refuse_same(inputs, output)
+    refuse_same(inputs, output)
     with open_dataset(inputs) as dataset, _container_like(dataset, output, _base_offset) as out:
         for reader in dataset.readers:
             numbers = _renumbered(reader, out)
@@ -47,7 +48,7 @@ def convert(source: PathLike, output: PathLike, *, codec: CodecName | CodecOptio
         FormatError: when the source is damaged or a .lfg cannot have such a codec; no output appears then. OSError.
     """
     options = CodecOptions.of(codec)
-    _refuse_same([source], output)
+    refuse_same([source], output)
     with open_dataset([source]) as dataset, _container_like(dataset, output, None) as out:
         out.finish(recode(dataset.readers[0], out, options))
         return out.publish()
@@ -74,9 +75,3 @@ def _container_like(dataset: Dataset, output: PathLike, base_offset: int | None)
     schema = Schema(dataset.fields, dataset.buckets, profile, first.meta)
     identity = Identity(schema, dataset.vocab_size, dataset.tokenizer)
     return Container(Path(output), identity, base_offset=base_offset)
-
-
-def _refuse_same(inputs: Sequence[PathLike], output: PathLike) -> None:
-    for path in inputs:
-        if Path(output).exists() and os.path.samefile(path, output):
-            raise FormatError("output is one of the inputs", path=output)

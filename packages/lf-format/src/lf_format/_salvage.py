@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from lf_format import _layout as lay
+from lf_format._atomic import refuse_same
 from lf_format._blocks import StoredBlock
 from lf_format._codecs import RAW, ZSTD, decode
 from lf_format._container import Container, Identity, WriteReport
@@ -59,8 +60,12 @@ def salvage(
             neither document flag set. Only for files whose one field is token ids.
 
     Raises:
-        FormatError: header or schema are damaged and `like` is None; nothing intact was found. OSError.
+        FormatError: header or schema are damaged and `like` is None; nothing intact was found; `output` is `source`
+            or `like`. OSError.
     """
+    refuse_same([source] if like is None else [source, like], output)
+    if not os.path.isfile(source) and os.path.exists(source):  # opening a FIFO would wait for a writer
+        raise FormatError("not a regular file", path=source, expected="a .loongbin or .lfg file")
     size = os.stat(source).st_size
     fd = os.open(source, os.O_RDONLY | os.O_CLOEXEC)
     try:
