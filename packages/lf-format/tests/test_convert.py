@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import random
 import struct
 import tarfile
+import warnings
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -291,3 +294,47 @@ def test_a_link_to_a_folder_is_not_passed_over_in_silence(tmp_path: Path) -> Non
     (tmp_path / "in" / "link").symlink_to(tmp_path / "real")
     with pytest.raises(lff.InputError, match="name it as an input"):
         input_files(tmp_path / "in")
+
+
+def test_what_is_no_regular_file_is_neither_opened_nor_passed_over(tmp_path: Path) -> None:
+    (tmp_path / "in").mkdir()
+    for given in (Path("/dev/zero"), tmp_path / "fifo.jsonl", tmp_path / "in" / "gone.txt"):
+        if given.parent == tmp_path:
+            os.mkfifo(given)
+        elif given.name == "gone.txt":
+            given.symlink_to(tmp_path / "absent")
+            given = given.parent
+        with pytest.raises(lff.InputError, match="no regular file"):
+            input_files(given)
+
+
+@pytest.mark.parametrize("kind", [tarfile.LNKTYPE, tarfile.SYMTYPE, tarfile.FIFOTYPE, None])
+def test_a_webdataset_sample_with_a_second_or_linked_member_is_refused(
+    tmp_path: Path, kind: bytes | None
+) -> None:
+    with tarfile.open(tmp_path / "a.tar", "w") as archive:
+        for name, size in (("a.txt", 2), ("a.txt" if kind is None else "b.txt", 3)):
+            member = tarfile.TarInfo(name)
+            if size == 3 and kind is not None:
+                member.type, member.linkname = kind, "a.txt"
+            else:
+                member.size = size
+            archive.addfile(member, io.BytesIO(b"x" * size))
+    with pytest.raises(lff.InputError, match=r"two members|a link or device"):
+        read(tmp_path / "a.tar", None)
+
+
+def test_two_arrays_of_one_name_and_a_shape_below_zero_are_refused(tmp_path: Path) -> None:
+    raw = io.BytesIO()
+    np.save(raw, np.arange(4))
+    for content, names in ((raw.getvalue(), ["input_ids.npy"] * 2), (_any_length(raw), ["input_ids.npy"])):
+        with warnings.catch_warnings(), zipfile.ZipFile(tmp_path / "a.npz", "w") as archive:
+            warnings.simplefilter("ignore")  # of equal names
+            for name in names:
+                archive.writestr(name, content)
+        with pytest.raises(lff.InputError, match=r"two arrays|shape \(-1,\)"):
+            read(tmp_path / "a.npz", None)
+
+
+def _any_length(raw: io.BytesIO) -> bytes:
+    return raw.getvalue().replace(b"(4,), ", b"(-1,),")

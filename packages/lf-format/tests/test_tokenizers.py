@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -118,3 +119,7 @@ def test_a_missing_or_unreadable_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "latin.json").write_bytes(b"\xff")
     with pytest.raises(lff.FormatError, match="UTF-8"):
         lff.load_tokenizer(tmp_path / "latin.json")
+    os.mkfifo(tmp_path / "fifo")
+    for path in (tmp_path / "fifo", Path("/dev/zero")):
+        with pytest.raises(lff.FormatError, match="no regular file"):
+            lff.load_tokenizer(path)

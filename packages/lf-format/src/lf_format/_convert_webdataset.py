@@ -25,7 +25,7 @@ def tar_values(path: Path, text_key: str, ids_key: str | None) -> Iterator[tuple
         ids_key: extension of a .npy array of ids instead, "ids.npy" for members like 0001.ids.npy.
 
     Raises:
-        InputError: for a damaged archive, or a sample without such a member.
+        InputError: for a damaged archive, a sample without such a member or with two, or a link in its place.
     """
     key, members = "", dict[str, bytes]()
     for stem, extension, content in _members(path, ids_key):
@@ -33,6 +33,8 @@ def tar_values(path: Path, text_key: str, ids_key: str | None) -> Iterator[tuple
             yield f"{path}:{key}", _value(members, f"{path}:{key}", text_key, ids_key)
             members = {}
         key = stem
+        if extension in members:
+            raise InputError("two members of one name", document=f"{path}:{key}", found=extension)
         members[extension] = content
     if members:
         yield f"{path}:{key}", _value(members, f"{path}:{key}", text_key, ids_key)
@@ -45,12 +47,14 @@ def _members(path: Path, ids_key: str | None) -> Iterator[tuple[str, str, bytes]
     try:
         with tarfile.open(path, "r:") as archive:
             for member in archive:
+                folder, _, name = member.name.rpartition("/")
+                stem, _, extension = name.partition(".")
                 if not member.isreg():
+                    if extension in wanted and not member.isdir():
+                        raise InputError("a link or device, not a file", path=path, document=member.name)
                     continue
                 if not 0 <= member.size <= size:
                     raise InputError("member size", path=path, expected=f"<= {size}", found=member.size)
-                folder, _, name = member.name.rpartition("/")
-                stem, _, extension = name.partition(".")
                 file = archive.extractfile(member) if extension in wanted else None
                 content = b"" if file is None else file.read()
                 if file is not None and len(content) != member.size:

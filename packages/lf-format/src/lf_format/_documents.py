@@ -62,16 +62,18 @@ def input_files(inputs: Inputs) -> list[Path]:
     .idx is left to it.
 
     Raises:
-        InputError: for a path that does not exist, a datasets folder of several splits, a link to a folder below, or
-            when nothing is found.
+        InputError: for a path that does not exist or is no regular file, a datasets folder of several splits, a link
+            to a folder below, or when nothing is found.
     """
     paths = [inputs] if isinstance(inputs, (str, os.PathLike)) else list(inputs)
     files: list[Path] = []
     for path in map(Path, paths):
         if path.is_dir():
             files += _folder(path)
-        elif path.exists():
+        elif path.is_file():
             files.append(path)
+        elif path.exists():  # a FIFO would wait for a writer, a device need not end
+            raise InputError("no regular file", path=path)
         else:
             raise InputError("no such input", path=path)
     if not files:
@@ -95,7 +97,9 @@ def _folder(path: Path) -> list[Path]:
             if item.is_symlink():
                 raise InputError("a link to a folder; name it as an input", path=item)
             files += _folder(item)
-        elif item.is_file() and not (item.suffix == ".bin" and item.with_suffix(".idx").is_file()):
+        elif not item.is_file():
+            raise InputError("no regular file", path=item)
+        elif not (item.suffix == ".bin" and item.with_suffix(".idx").is_file()):
             files.append(item)
     return files
 

@@ -41,14 +41,17 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def npz_members(path: Path) -> list[str]:
-    """Names of the arrays in `path`, without loading any; InputError when it is not a zip file."""
+    """Names of the arrays in `path`, without loading any; InputError for no zip file or equal names."""
     try:
         with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
+            names = [name.removesuffix(".npy") for name in archive.namelist()]
     except (
         Exception
     ) as error:  # a damaged directory raises BadZipFile, NotImplementedError, UnicodeDecodeError, ...
         raise InputError(f"not an .npz file: {error}", path=path) from None
+    if len(set(names)) < len(names):
+        raise InputError("two arrays of one name", path=path, found=sorted(names))
+    return names
 
 
 def npz_documents(path: Path) -> Iterator[tuple[str, Array, Array | None]]:
@@ -99,6 +102,8 @@ def _read_array(file: IO[bytes]) -> Array:
     version = np.lib.format.read_magic(file)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
     shape, fortran, dtype = read(file)
+    if min(shape, default=0) < 0:  # reshape would take -1 as a wildcard
+        raise ValueError(f"shape {shape}")
     if dtype.hasobject:
         value = _ArraysOnly(file).load()
         if not isinstance(value, np.ndarray) or value.shape != shape:

@@ -160,6 +160,8 @@ def load_tokenizer(spec: str | os.PathLike[str]) -> Tokenizer:
     if path.is_dir():
         path = path / "tokenizer.json"
     try:
+        if path.exists() and not path.is_file():  # a FIFO would wait for a writer, a device need not end
+            raise FormatError("no regular file", path=path, expected="a tokenizer.json")
         text = path.read_text(encoding="utf-8")
     except FileNotFoundError:
         raise FormatError("no such tokenizer", path=path, expected='"bytes" or a tokenizer.json') from None
