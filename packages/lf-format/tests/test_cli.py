@@ -73,7 +73,15 @@ def test_verify_takes_a_directory_with_train_and_eval(write: Write) -> None:
 
 @pytest.mark.parametrize(
     "command",
-    [["verify", "absent.loongbin"], ["inspect", "absent.loongbin"], ["verify"], ["frob"], []],
+    [
+        ["verify", "absent.loongbin"],
+        ["inspect", "absent.loongbin"],
+        ["verify"],
+        ["frob"],
+        [],
+        ["head", "a", "-n", "0"],
+        ["overlap", "a", "b", "--ngram", "0"],
+    ],
     ids=repr,
 )
 def test_usage_errors_exit_2(command: list[str]) -> None:
@@ -155,3 +163,34 @@ def test_preprocess_shows_a_bar_on_a_terminal_only(tmp_path: Path) -> None:
     assert "100%" in shown
     quiet = subprocess.run([*command, f"{tmp_path}/out"], capture_output=True, check=True)
     assert quiet.stderr == b""
+
+
+@pytest.mark.parametrize("module", ["lf_format.cli", "lf_format.preprocess_cli"])
+def test_a_reader_that_has_enough_ends_a_command_in_silence(
+    sample: Path, tmp_path: Path, module: str
+) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    flags = {"lf_format.cli": ["inspect", str(sample)]}
+    command = flags.get(module, ["--input", f"{tmp_path}/a.txt", "--output", f"{tmp_path}/out"])
+    end, pipe = os.pipe()
+    os.close(end)
+    run = subprocess.run([sys.executable, "-m", module, *command], stdout=pipe, stderr=subprocess.PIPE)
+    os.close(pipe)
+    assert (run.returncode, run.stderr) == (141, b"")
+
+
+def test_a_full_disk_exits_1(sample: Path) -> None:
+    with Path("/dev/full").open("w") as full:
+        command = [sys.executable, "-m", "lf_format.cli", "inspect", str(sample)]
+        run = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True)
+    assert run.returncode == 1
+    assert "No space left" in run.stderr
+
+
+def test_a_name_that_is_not_utf8_is_printed_with_escapes(sample: Path) -> None:
+    odd = sample.with_name(os.fsdecode(b"\xff.loongbin"))
+    sample.rename(odd)
+    command = [sys.executable, "-m", "lf_format.cli", "inspect", str(odd)]
+    run = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
+    assert run.returncode == 0
+    assert rb"\udcff.loongbin: format" in run.stdout

@@ -39,6 +39,13 @@ def _command(commands: Any, name: str, run: Command, text: str) -> argparse.Argu
     return parser
 
 
+def _at_least_one(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"at least 1, not {value}")
+    return value
+
+
 def _print(args: argparse.Namespace, value: dict[str, Any], text: str) -> None:
     print(json.dumps({"version": 1} | value, indent=2) if args.json else text)
 
@@ -47,9 +54,11 @@ def _stats_parser(commands: Any) -> None:
     parser = _command(commands, "stats", _stats, "lengths, padding of the buckets, suggested buckets")
     parser.add_argument("path", help="a file, or a directory of .loongbin files")
     parser.add_argument("--split", help="only this split of a directory: train or eval")
-    parser.add_argument("--buckets", type=int, help="number of suggested edges (default: as many as now)")
     parser.add_argument(
-        "--multiple", type=int, default=16, help="suggested edges are multiples (default: 16)"
+        "--buckets", type=_at_least_one, help="number of suggested edges (default: as many as now)"
+    )
+    parser.add_argument(
+        "--multiple", type=_at_least_one, default=16, help="suggested edges are multiples (default: 16)"
     )
 
 
@@ -81,17 +90,17 @@ def _head_parser(commands: Any) -> None:
     parser = _command(commands, "head", _head, "the first records, read and checked")
     parser.add_argument("path", help="a file, or a directory of .loongbin files")
     parser.add_argument("--split", help="only this split of a directory: train or eval")
-    parser.add_argument("-n", type=int, default=5, help="records (default: 5)")
-    parser.add_argument("--tokens", type=int, default=16, help="tokens shown of each (default: 16)")
+    parser.add_argument("-n", type=_at_least_one, default=5, help="records (default: 5)")
+    parser.add_argument("--tokens", type=_at_least_one, default=16, help="tokens shown of each (default: 16)")
 
 
 def _head(args: argparse.Namespace) -> int:
     rows = []
     with open_dataset(args.path, args.split) as dataset:
-        for i in range(min(max(args.n, 0), len(dataset))):
+        for i in range(min(args.n, len(dataset))):
             record = dataset.record(i)
             row: dict[str, Any] = {"record": i, "length": len(record.tokens), "flags": record.flags}
-            row["tokens"] = record.tokens[: max(args.tokens, 0)].tolist()
+            row["tokens"] = record.tokens[: args.tokens].tolist()
             if record.loss_mask is not None:
                 row["loss_tokens"] = int(record.loss_mask.sum())
             rows.append(row)
@@ -161,9 +170,11 @@ def _overlap_parser(commands: Any) -> None:
     parser.add_argument("checked", help="a file or directory, say the evaluation data")
     parser.add_argument("--reference-split", help="only this split of a directory")
     parser.add_argument("--checked-split", help="only this split of a directory")
-    parser.add_argument("--ngram", type=int, default=13, help="tokens (default: 13)")
+    parser.add_argument("--ngram", type=_at_least_one, default=13, help="tokens (default: 13)")
     parser.add_argument("--threshold", type=float, default=0.8, help="share of n-grams (default: 0.8)")
-    parser.add_argument("--memory-mb", type=int, default=256, help="for hashes of CHECKED (default: 256)")
+    parser.add_argument(
+        "--memory-mb", type=_at_least_one, default=256, help="for hashes of CHECKED (default: 256)"
+    )
 
 
 def _overlap(args: argparse.Namespace) -> int:

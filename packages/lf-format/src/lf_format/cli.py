@@ -14,9 +14,12 @@ from lf_format._codecs import CODEC_NAMES
 from lf_format._dataset import shard_paths
 from lf_format._dictionary import DICTIONARY_NAMES
 from lf_format._errors import FormatError
+from lf_format._output import printing
 from lf_format._reader import Reader
 from lf_format._tools_cli import add_commands
 from lf_format._verify import verify
+
+_USAGE = (FileNotFoundError, NotADirectoryError, IsADirectoryError, PermissionError)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -38,14 +41,14 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry. Returns 0; 1 when a file is damaged; 2 for usage (no such file, bad options)."""
+    """Command line entry. Returns 0; 1 for a damaged file or a full disk; 2 for usage (no such file, bad options); 141
+    when the output is not read to its end."""
     args = _parser().parse_args(argv)
     try:
-        code: int = args.run(args)
-        return code
+        return printing(lambda: args.run(args))
     except OSError as error:
         print(f"lf-format: {error}", file=sys.stderr)
-        return 2
+        return 2 if isinstance(error, _USAGE) else 1
     except FormatError as error:
         print(f"lf-format: {error}", file=sys.stderr)
         return 1

@@ -17,6 +17,7 @@ from lf_format._codec_cli import NAMES as CODEC_NAMES
 from lf_format._codec_cli import add_codec_arguments, codec_options
 from lf_format._errors import FormatError, InputError, WorkerError
 from lf_format._lerobot import is_robot_set
+from lf_format._output import printing
 from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess
 from lf_format._preprocess_options import Advance
@@ -64,7 +65,8 @@ class _Bar:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="loongforge-preprocess",
-        description="Packs text, .jsonl or tokenized .npz files into train.loongbin (and eval.loongbin), "
+        description="Packs text, .jsonl, tokenized .npz, Megatron .idx, MDS or datasets folders, WebDataset .tar and "
+        ".parquet into train.loongbin (and eval.loongbin), "
         "or .jsonl with images (--image-key) or a LeRobot data set (a folder with meta/info.json) into train.lfg.",
     )
     add = parser.add_argument
@@ -101,7 +103,8 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Command line entry. Returns 0; 1 for a bad document, dead worker or full disk; 2 for usage; 130."""
+    """Command line entry. Returns 0; 1 for a bad document, dead worker or full disk; 2 for usage; 130 when interrupted;
+    141 when the output is not read to its end, with the files complete."""
     args = _parser().parse_args(argv)
     options = vars(args)
     as_json, inputs, output = options.pop("json"), options.pop("input"), options.pop("output")
@@ -116,8 +119,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FormatError as error:
         print(f"loongforge-preprocess: {error}", file=sys.stderr)
         return 2
-    print(json.dumps(dataclasses.asdict(report) | {"version": 1}) if as_json else _text(report))
-    return 0
+    text = json.dumps(dataclasses.asdict(report) | {"version": 1}) if as_json else _text(report)
+    return printing(lambda: print(text))
 
 
 Report = PreprocessReport | RobotReport | PairsReport
