@@ -2,10 +2,12 @@
 #include "mapped.h"
 
 #include <errno.h>
+#include <fcntl.h>
 #include <pthread.h>
 #include <setjmp.h>
 #include <signal.h>
 #include <stddef.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/mman.h>
@@ -58,6 +60,23 @@ static uint64_t page_bytes(void) {
   return bytes;
 }
 
+/* Some kernels say of every page that it is in memory. */
+static int kernel_tells(void) {
+  unsigned char found = 1;
+  void *untouched = mmap(NULL, page_bytes(), PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (untouched == MAP_FAILED) return 0;
+  int asked = mincore(untouched, page_bytes(), &found) == 0;
+  munmap(untouched, page_bytes());
+  return asked && !(found & 1);
+}
+
+/* And all since 5.2 say it of a file that is not ours and that we may not write: who reads what is not our business. */
+static int may_ask(int fd, const struct stat *file) {
+  char name[32];
+  snprintf(name, sizeof name, "/proc/self/fd/%d", fd);
+  return (file->st_uid == geteuid() || faccessat(AT_FDCWD, name, W_OK, AT_EACCESS) == 0) && kernel_tells();
+}
+
 int lf_map_open(lf_map *map, int fd) {
   struct stat file;
   memset(map, 0, sizeof *map);
@@ -69,8 +88,9 @@ int lf_map_open(lf_map *map, int fd) {
   map->base = base;
   map->bytes = (uint64_t)file.st_size;
   map->resident = calloc(pages / WORD + 1, sizeof *map->resident);
-  map->asked = calloc(pages / REGION_PAGES + 1, sizeof *map->asked);
-  if (map->resident != NULL && map->asked != NULL) return 0;
+  int ask = may_ask(fd, &file);
+  if (ask) map->asked = calloc(pages / REGION_PAGES + 1, sizeof *map->asked);
+  if (map->resident != NULL && (map->asked != NULL || !ask)) return 0;
   lf_map_close(map);
   return -ENOMEM;
 }
@@ -94,7 +114,7 @@ static int is_marked(const lf_map *map, uint64_t page) {
 static void ask(lf_map *map, uint64_t page) {
   unsigned char found[REGION_PAGES];
   uint64_t region = page / REGION_PAGES, first = region * REGION_PAGES * page_bytes();
-  if (atomic_exchange_explicit(&map->asked[region], 1, memory_order_relaxed)) return;
+  if (map->asked == NULL || atomic_exchange_explicit(&map->asked[region], 1, memory_order_relaxed)) return;
   uint64_t bytes = map->bytes - first, most = REGION_PAGES * page_bytes();
   if (bytes > most) bytes = most;
   if (mincore((void *)(uintptr_t)(map->base + first), (size_t)bytes, found) < 0) return;

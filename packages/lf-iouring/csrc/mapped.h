@@ -10,7 +10,7 @@ typedef struct {
   const uint8_t *base;        /* NULL: not mapped */
   uint64_t bytes;             /* length of the file when it was mapped */
   _Atomic uint64_t *resident; /* a bit a page that was seen in memory; it may have left since */
-  _Atomic uint8_t *asked;     /* whether the kernel was asked about a region */
+  _Atomic uint8_t *asked;     /* whether the kernel was asked about a region; NULL where it would not tell */
 } lf_map;
 
 /* A file that shrinks under its mapping makes the copy raise SIGBUS. Catches that in the copies below, and hands

@@ -53,6 +53,31 @@ def test_what_is_not_in_memory_is_read_as_ever(data, loader_of, digest):
     assert stats.mapped_reads + stats.cached_reads + stats.ring_reads + stats.pread_reads == 12_000
 
 
+def test_where_the_kernel_would_not_tell_it_is_not_asked(data, in_child):
+    """mincore says of every page of somebody else's file that it is in memory."""
+    path = data.readers[0].path
+    fd = data.readers[0].fileno()
+    os.fsync(fd)
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    code = """
+        import os, sys
+        import limits
+        import lf_format as lff
+        from lf_iouring import LoongDataLoader
+
+        dataset = lff.open_dataset(sys.argv[1])
+        limits.become()
+        with LoongDataLoader(dataset, global_batch=20, return_type="numpy", io="mapped", epochs=2) as loader:
+            for batch in loader:
+                if batch.step == 2:
+                    early = loader.stats()
+            print(early.cached_reads + early.ring_reads + early.pread_reads, loader.stats().mapped_reads)
+    """
+    read, mapped = map(int, in_child(textwrap.dedent(code), path).split())
+    assert read >= 60  # of the first batches only neighbours of what was read before are copied
+    assert mapped > 6000
+
+
 @pytest.mark.parametrize("engine", ["auto", "pread"])
 def test_a_file_cut_under_its_mapping_is_a_data_error(data, loader_of, engine):
     loader = loader_of(data, engine=engine, io="mapped", num_workers=2)
