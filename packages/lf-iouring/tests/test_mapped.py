@@ -88,6 +88,19 @@ def test_a_file_cut_under_its_mapping_is_a_data_error(data, loader_of, engine):
         list(loader)
 
 
+@pytest.mark.parametrize("verify", [True, False])
+def test_zeros_behind_a_cut_inside_a_page_are_not_taken_for_data(tmp_path, write, loader_of, verify):
+    path = write(tmp_path / "a.loongbin", 3000, (64,))
+    with lff.open_dataset(path) as dataset:
+        loader = loader_of(dataset, io="mapped", verify=verify, shuffle=False, epochs=1)
+        offsets = dataset.readers[0].extents(np.arange(3000)).offset.astype(int)
+        record = next(n for n in range(1500, 3000) if 1000 < offsets[n] % 4096 < 3000)
+        os.truncate(path, offsets[record] + 1)
+        with pytest.raises(DataError) as caught:
+            list(loader)
+        assert caught.value.record == record
+
+
 def test_a_flipped_byte_is_found_in_a_mapping(data, loader_of):
     at = int(data.readers[0].extents([1234]).offset[0])
     with open(data.readers[0].path, "r+b") as file:
