@@ -240,8 +240,10 @@ lf_engine *lf_engine_new(const lf_options *options, lf_info *info) {
   return e;
 }
 
+int64_t lf_next_ticket(lf_engine *e) { return atomic_load_explicit(&e->submitted, memory_order_relaxed); }
+
 int64_t lf_submit(lf_engine *e, const lf_window *window, uint32_t batch, uint64_t slot) {
-  int64_t ticket = atomic_load_explicit(&e->submitted, memory_order_relaxed);
+  int64_t ticket = lf_next_ticket(e);
   e->jobs[ticket % JOBS] = (lf_job){.window = window, .batch = batch, .slot = (uint8_t *)(uintptr_t)slot};
   pthread_mutex_lock(&e->lock);
   atomic_store_explicit(&e->submitted, ticket + 1, memory_order_release);
@@ -269,6 +271,7 @@ static int help(lf_engine *e, int64_t ticket) {
 }
 
 uint32_t lf_wait(lf_engine *e, int64_t ticket, uint32_t timeout_ms, lf_fault *fault) {
+  if (ticket >= lf_next_ticket(e)) return LF_OK;
   while (e->may_help && !is_done(e, ticket) && help(e, ticket)) continue;
   for (int i = 0; i < WAIT_SPINS && !is_done(e, ticket); i++) pause_cpu();
   if (!is_done(e, ticket)) {

@@ -245,28 +245,3 @@ def test_a_fault_among_batches_read_ahead_is_raised_for_its_own(masked_path, tmp
     with pytest.raises(DataError) as caught:
         next(loader)
     assert (caught.value.record, loader.step) == (321, steps[321])
-
-
-def test_a_signal_between_a_batch_and_its_ticket_leaves_the_slot_to_the_engine(
-    loader_of, ids_of, monkeypatch
-):
-    _native_engine = pytest.importorskip("lf_iouring._native_engine")
-    expected = ids_of(loader_of(epochs=1))
-    loader = loader_of(epochs=1, engine="pread", prefetch_factor=2)
-    native = _native_engine.lib
-
-    class Struck:
-        def __getattr__(self, name):
-            return getattr(native, name)
-
-        def lf_submit(self, *arguments):
-            native.lf_submit(*arguments)
-            monkeypatch.setattr(_native_engine, "lib", native)
-            raise KeyboardInterrupt
-
-    monkeypatch.setattr(_native_engine, "lib", Struck())
-    with pytest.raises(KeyboardInterrupt):
-        next(loader)
-    assert ids_of(loader) == expected
-    pool = loader._pipeline.pool
-    assert pool.stats().live == 1, "the slot that the engine was given must not be given away again"

@@ -8,7 +8,6 @@ from typing import Generic, Protocol, TypeVar
 from lf_memory import HostPool
 
 from ._depth import Depth
-from ._errors import LoaderError
 from .engine import Engine
 
 
@@ -40,6 +39,7 @@ class InFlight(Generic[F, B]):
         self._depth = depth
         self._flying: deque[F] = deque()
         self._next = 0
+        self._unsure = False  # whether fetch was left, by an error or an interrupt, before it was done
 
     def fetch(self, step: int, end: int | None) -> B:
         """The batch of `step`; reads ahead of it, but not to `end` or beyond.
@@ -47,9 +47,10 @@ class InFlight(Generic[F, B]):
         DataError if one of its records is not as written; asking again tries again.
         """
         try:
-            if self._next - len(self._flying) != step:
+            if self._unsure or self._next - len(self._flying) != step:
                 self.drain()
                 self._next = step
+            self._unsure = True
             while len(self._flying) <= self._depth.value and self._start(end):
                 self._next += 1
             flight = self._flying[0]
@@ -60,7 +61,9 @@ class InFlight(Generic[F, B]):
             self.wait_s += waited
             self._depth.observe(waited)
             self._flying.popleft()
-            return self._deliver(flight)
+            batch = self._deliver(flight)
+            self._unsure = False
+            return batch
         except BaseException:
             # Also on KeyboardInterrupt: what is in flight no longer matches the caller's position.
             self.drain()
@@ -68,13 +71,8 @@ class InFlight(Generic[F, B]):
 
     def drain(self) -> None:
         """Let everything in flight land and drop it."""
-        while self._flying:
-            for ticket in self._flying.popleft().tickets:
-                try:
-                    self.engine.wait(ticket)
-                except (LoaderError, KeyError):
-                    continue  # a batch nobody asked for; or the one whose fault is being raised
-        self._next = -1
+        self.engine.settle()
+        self._flying.clear()
 
     def abandon(self) -> None:
         """In a forked child: forget the parent's engine and what it reads."""

@@ -1,5 +1,6 @@
 """The engine in C: io_uring with page-cache reads first, or blocking reads, in threads without the GIL."""
 
+import contextlib
 import os
 import weakref
 from dataclasses import replace
@@ -8,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ._direct import Decision, Files
-from ._errors import EngineError
+from ._errors import EngineError, LoaderError
 from ._layout import Slot
 from ._native import ffi, lib
 from ._reads import Reads
@@ -97,15 +98,10 @@ class NativeEngine:
         window = self._window
         if window is None or window[0] is not reads:
             window = self._window = (reads, _to_c(reads))
-        handing = -1
-        while (
-            handing in self._flying
-        ):  # held for ever: a signal struck before the ticket of that batch was known
-            handing -= 1
-        self._flying[handing] = (reads, batch, slot, window)
-        ticket: int = lib.lf_submit(self._live(), window[1][0], batch, slot.address)
-        self._flying[ticket] = self._flying[handing]
-        del self._flying[handing]
+        # Noted before the call: an interrupt right after it must not free what C threads are about to write.
+        ticket = int(lib.lf_next_ticket(self._live()))
+        self._flying[ticket] = (reads, batch, slot, window)
+        lib.lf_submit(self._handle, window[1][0], batch, slot.address)
         return ticket
 
     def wait(self, ticket: int) -> None:
@@ -115,6 +111,12 @@ class NativeEngine:
         reads, batch, _, _ = self._flying.pop(ticket)
         if kind != lib.LF_OK:
             raise _error(reads, batch, kind, self._fault)
+
+    def settle(self) -> None:
+        """See Engine."""
+        for ticket in list(self._flying):
+            with contextlib.suppress(LoaderError):
+                self.wait(ticket)
 
     def info(self) -> EngineInfo:
         """See Engine."""

@@ -1,5 +1,6 @@
 """The engine in Python threads: preadv for raw blocks, lf-format for coded ones."""
 
+import contextlib
 import functools
 import itertools
 import os
@@ -14,7 +15,7 @@ import xxhash
 from lf_format import FormatError
 
 from ._cell import Cell
-from ._errors import DataError
+from ._errors import DataError, LoaderError
 from ._layout import BITS, JOIN, NOWHERE, Slot
 from ._reads import Reads
 from ._threads import Threads
@@ -52,6 +53,12 @@ class PythonEngine:
         finally:
             if cell.done:  # else a signal ended the wait, and the slot is still being written
                 self._flying.pop(ticket, None)
+
+    def settle(self) -> None:
+        """See Engine."""
+        for ticket in list(self._flying):
+            with contextlib.suppress(LoaderError):
+                self.wait(ticket)
 
     def info(self) -> EngineInfo:
         """See Engine."""

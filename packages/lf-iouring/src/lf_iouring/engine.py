@@ -103,6 +103,9 @@ class Engine(Protocol):
     def wait(self, ticket: int) -> None:
         """Block until a batch is complete and forget it. DataError if a record is not as written."""
 
+    def settle(self) -> None:
+        """Let everything in flight land and forget it, faults too; also what an interrupted `submit` has begun."""
+
     def info(self) -> EngineInfo:
         """What this engine is."""
 
