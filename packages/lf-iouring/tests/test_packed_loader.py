@@ -172,15 +172,20 @@ def test_coded_blocks_can_be_packed(mixed, tmp_path, write):
         assert sorted(i for batch in loader for i in batch.ids.tolist()) == list(range(200))
 
 
-def test_a_changed_source_or_weight_is_another_plan(mixed, sources):
-    state = mixed().state_dict()
+@pytest.mark.parametrize("pack", [256, None], ids=["packed", "padded"])
+def test_a_changed_source_or_weight_is_another_plan(mixed, sources, pack):
+    state = mixed(pack=pack).state_dict()
     for change in (
         {"weights": (0.5, 0.2, 0.3)},
         {"datasets": sources[:2], "weights": None},
         {"datasets": [sources[0], sources[1], sources[1]]},
     ):
         with pytest.raises(StateError, match="fingerprint"):
-            mixed(**change).load_state_dict(state)
+            mixed(pack=pack, **change).load_state_dict(state)
+
+
+def test_a_packed_position_belongs_to_its_packing(mixed):
+    state = mixed().state_dict()
     for change, name in (({"pack": 128}, "params"), ({"seed": 8}, "seed"), ({"pack_window": 50}, "params")):
         with pytest.raises(StateError, match=name):
             mixed(**change).load_state_dict(state)
