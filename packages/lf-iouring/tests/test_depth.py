@@ -118,6 +118,13 @@ def test_a_fixed_depth_is_reported_as_asked_for(loader_of):
     assert (loader.stats().prefetch, loader.stats().prefetch_changes) == (7, 0)
 
 
+def test_a_depth_that_was_cut_is_reported_with_the_reason(loader_of):
+    loader = loader_of(prefetch_factor=59, pack=256)
+    depth = loader.stats().prefetch
+    assert depth < 59
+    assert f"prefetch_factor=59, cut to {depth}" in loader.info().prefetch_reason
+
+
 @pytest.mark.parametrize("asked", [-1, 60, "many", 2.5, None, True])
 def test_other_depths_are_refused(loader_of, asked):
     with pytest.raises(LoaderError, match="prefetch_factor"):

@@ -129,14 +129,18 @@ def depth_of(asked: int | str, slot_bytes: int, most: int) -> Depth:
         raise LoaderError(
             f"prefetch_factor={asked!r}: it must be an integer in 1..{MAX_FLYING - 1}, or 'auto' (or 0)"
         )
-    return FixedDepth(min(asked, most))
+    if asked > most:
+        return FixedDepth(
+            most, f"prefetch_factor={asked}, cut to {most}: more reads than an engine holds at a time"
+        )
+    return FixedDepth(asked, "prefetch_factor")
 
 
 class FixedDepth:
-    """The number that was asked for; see Depth."""
+    """The number that was asked for, or what it was cut to; see Depth."""
 
-    def __init__(self, value: int) -> None:
-        self.value, self.bounds, self.origin, self.changes = value, (value, value), "prefetch_factor", 0
+    def __init__(self, value: int, origin: str) -> None:
+        self.value, self.bounds, self.origin, self.changes = value, (value, value), origin, 0
 
     def observe(self, wait_s: float) -> None:
         """See Depth."""
