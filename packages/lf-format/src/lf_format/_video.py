@@ -75,9 +75,7 @@ class Scaler:
             self._shape = shape
         source, sink = self._ends
         source.push(frame)
-        pixels = sink.pull().to_ndarray()
-        # Copied while it is in the cache: a writer stores immutable bytes as they are, later.
-        return np.frombuffer(pixels.tobytes(), np.uint8).reshape(pixels.shape)
+        return _packed_pixels(sink.pull())
 
     def _build(self, frame: Any) -> None:
         height, width = self._size or (frame.height, frame.width)
@@ -90,6 +88,13 @@ class Scaler:
         sink = graph.add("buffersink")
         graph.link_nodes(source, *(graph.add(*filter) for filter in chain), sink).configure()
         self._graph, self._ends = graph, (source, sink)
+
+
+def _packed_pixels(frame: Any) -> Pixels:
+    """The pixels of an rgb24 frame, copied once, to bytes: a writer stores what is immutable as it is, later."""
+    plane, shape = frame.planes[0], (frame.height, frame.width, 3)
+    lines = np.frombuffer(plane, np.uint8).reshape(-1, plane.line_size)
+    return np.frombuffer(lines[: shape[0], : 3 * shape[1]].tobytes(), np.uint8).reshape(shape)
 
 
 def frame_table(path: str | os.PathLike[str]) -> FrameTable:
