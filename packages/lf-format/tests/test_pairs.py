@@ -104,6 +104,9 @@ def test_without_a_size_files_stay_as_they_are(pairs: Path, tmp_path: Path) -> N
     [
         ({"text": "a", "image": "missing.jpg"}, "cannot be read"),
         ({"text": "a", "image": "pairs.jsonl"}, "cannot be decoded"),
+        ({"text": "a", "image": "images"}, "no regular file"),
+        ({"text": "a", "image": "/dev/zero"}, "no regular file"),
+        ({"text": "a", "image": "images/deep.png"}, "more than 8 bits"),
         ({"text": "a"}, "image path"),
         ({"text": 1, "image": "images/0.jpg"}, "image path"),
         ({"text": "a" * 33, "image": "images/0.jpg"}, "max_len"),
@@ -113,6 +116,7 @@ def test_a_line_that_cannot_be_stored_is_named(
     pairs: Path, tmp_path: Path, row: dict[str, Any], what: str
 ) -> None:
     _write(pairs.parent, [{"text": "ok", "image": "images/1.jpg"}, row])
+    image.fromarray(np.full((4, 4), 40_000, np.uint16)).save(pairs.parent / "images/deep.png")
     for workers in (1, 2):
         options: dict[str, Any] = {"image_size": SIZE, "max_len": 32, "num_workers": workers}
         with pytest.raises(lff.InputError, match=what) as caught:
@@ -151,3 +155,9 @@ def test_the_codec_of_the_samples_may_be_chosen(
         ]
     assert preprocess_cli.main([*common, "--output", str(tmp_path / "no"), "--codec", "packed"]) == 2
     assert "codec of a .lfg" in capsys.readouterr().err
+
+
+def test_a_file_that_is_no_jpeg_is_named_by_its_line_when_files_are_kept(pairs: Path, tmp_path: Path) -> None:
+    _write(pairs.parent, [{"text": "ok", "image": "images/1.jpg"}, {"text": "a", "image": "pairs.jsonl"}])
+    with pytest.raises(lff.InputError, match=r"pairs\.jsonl:2: .*JPEG"):
+        lff.preprocess_pairs(pairs, tmp_path / "out", image_size=None)

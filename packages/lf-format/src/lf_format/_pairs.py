@@ -120,7 +120,12 @@ def preprocess_pairs(
                     "more tokens than max_len; an image's text is not split", document=pair.name,
                     expected=f"<= {max_len}", found=len(ids),
                 )  # fmt: skip
-            writer.append({"input_ids": ids, "image": image})
+            try:
+                writer.append({"input_ids": ids, "image": image})
+            except InputError as error:
+                raise InputError(
+                    error.what, document=pair.name, expected=error.expected, found=error.found
+                ) from None
             modes[mode] += 1
             records, tokens = records + 1, tokens + len(ids)
             if progress is not None:
@@ -164,8 +169,13 @@ def _loader(size: tuple[int, int] | None) -> Loader:
     ops = need("PIL.ImageOps")
 
     def load(pair: Pair) -> tuple[Image, str]:
+        raw = _bytes(pair)
         try:
-            with pil.open(io.BytesIO(_bytes(pair))) as image:
+            with pil.open(io.BytesIO(raw)) as image:
+                if image.mode[:1] in "IF":  # 16 bits and more would be clipped to 8, not scaled
+                    raise InputError(
+                        "image of more than 8 bits a channel", document=pair.name, found=image.mode
+                    )
                 # A JPEG decoder halves sizes almost for free; what is left is at least twice the result, either way up.
                 image.draft(None, (GAP * max(size), GAP * max(size)))
                 mode = image.mode
@@ -173,6 +183,8 @@ def _loader(size: tuple[int, int] | None) -> Loader:
                 rgb = image if mode == "RGB" else image.convert("RGB")
                 if rgb.size != (size[1], size[0]):
                     rgb = rgb.resize((size[1], size[0]), pil.Resampling.BILINEAR)
+        except InputError:
+            raise
         except (OSError, ValueError, SyntaxError, pil.DecompressionBombError) as error:
             raise InputError(f"image cannot be decoded: {error}", document=pair.name) from None
         return np.frombuffer(rgb.tobytes(), np.uint8).reshape(*size, 3), mode
@@ -182,6 +194,8 @@ def _loader(size: tuple[int, int] | None) -> Loader:
 
 def _bytes(pair: Pair) -> bytes:
     try:
+        if pair.image.exists() and not pair.image.is_file():  # a FIFO would wait for a writer
+            raise InputError("image is no regular file", document=pair.name, found=pair.image)
         return pair.image.read_bytes()
     except OSError as error:
         raise InputError(f"image cannot be read: {error}", document=pair.name) from None

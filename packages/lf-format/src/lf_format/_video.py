@@ -46,7 +46,9 @@ def need(module: str) -> Any:
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise FormatError(f'{error}; robot data and video need: pip install "lf-format[video]"') from None
+        raise FormatError(
+            f'{error}; images, robot data and video need: pip install "lf-format[video]"'
+        ) from None
 
 
 class Scaler:
