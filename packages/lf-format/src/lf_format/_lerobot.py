@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -89,7 +89,9 @@ def read_robot_set(folder: Path) -> RobotSet:
     """
     try:
         return _read(folder)
-    except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
+    except FormatError:
+        raise
+    except (LookupError, TypeError, AttributeError, ValueError, ArithmeticError, RecursionError) as error:
         raise InputError(f"meta/ is incomplete: {type(error).__name__}: {error}", document=folder) from None
 
 
@@ -104,6 +106,9 @@ def _read(folder: Path) -> RobotSet:
     declared = _cameras(info["features"], modality)
     layout = _episodes_v3 if version == "v3.0" else _episodes_v2
     episodes = sorted(layout(folder, info, declared), key=lambda e: e.index)
+    _unique([e.index for e in episodes], "episode_index", folder)
+    if not 0 < float(info["fps"]) < float("inf"):
+        raise InputError("fps", document=folder, expected="> 0", found=info["fps"])
     cameras, skipped = (
         [],
         [
@@ -131,6 +136,12 @@ def _read(folder: Path) -> RobotSet:
         stats=_stats(folder),
         modality=modality,
     )
+
+
+def _unique(numbers: Sequence[int], what: str, folder: Path) -> None:
+    if len(set(numbers)) < len(numbers):
+        twice = next(n for n in numbers if numbers.count(n) > 1)
+        raise InputError(f"{what} occurs twice in meta/", document=folder, found=twice)
 
 
 def _json(path: Path) -> Any:
@@ -213,12 +224,18 @@ def _starts(rows: list[dict[str, Any]], key: str) -> dict[int, int]:
 
 
 def _tasks(folder: Path, version: str) -> dict[int, str]:
-    if version != "v3.0":
-        return {int(r["task_index"]): str(r["task"]) for r in _lines(folder / "meta" / "tasks.jsonl")}
-    table = need("pyarrow.parquet").read_table(folder / "meta" / "tasks.parquet")
-    # pandas wrote the text as the index of the frame, unnamed or named "task".
-    text = next(c for c in ("task", "__index_level_0__") if c in table.column_names)
-    return {int(r["task_index"]): str(r[text]) for r in table.to_pylist()}
+    rows, text = [], "task"
+    if version == "v3.0":
+        table = need("pyarrow.parquet").read_table(folder / "meta" / "tasks.parquet")
+        # pandas wrote the text as the index of the frame, unnamed or named "task".
+        text = "task" if "task" in table.column_names else "__index_level_0__"
+        rows = table.to_pylist()
+    else:
+        rows = _lines(folder / "meta" / "tasks.jsonl")
+    _unique([int(r["task_index"]) for r in rows], "task_index", folder)
+    tasks = {int(r["task_index"]): str(r[text]) for r in rows}
+    "".join(tasks.values()).encode()  # they are stored as UTF-8
+    return tasks
 
 
 def _stats(folder: Path) -> dict[str, Any]:

@@ -159,6 +159,7 @@ class _Job:
         self.task_ids = {} if options.tokenizer is None else _task_ids(robot.tasks, options.tokenizer)
         self._tables: dict[Path, FrameTable] = {}
         self._ends: dict[Path, int] = {}
+        self._rated: set[str] = set()
 
     def run(self, folder: Path, progress: Progress | None) -> RobotReport:
         good = [e for e in self.robot.episodes if self._passes(e)]
@@ -254,6 +255,18 @@ class _Job:
                     expected=f"{clip.seconds:.3f} s", found=f"{found:.3f} s",
                 )  # fmt: skip
         self._ends[clip.path] = max(end, self._ends.get(clip.path, 0))
+        self._note_rate(camera, clip, table.pts[clip.start : end] * float(base))
+
+    def _note_rate(self, camera: Camera, clip: Clip, seconds: Array) -> None:
+        """Frames are found by counting, so another rate than meta/ says loses none; once a camera, it is reported."""
+        expected = np.arange(len(seconds)) / self.robot.fps
+        late = np.abs(seconds - seconds[0] - expected) > 0.5 / self.robot.fps
+        if late.any() and camera.key not in self._rated:
+            self._rated.add(camera.key)
+            text = f"frame {clip.start + int(late.argmax())} of {clip.path.name}, camera {camera.name}"
+            self.notes.append(
+                f"{text}, is not where {self.robot.fps:g} frames a second (meta/info.json) put it"
+            )
 
     def _table(self, path: Path) -> FrameTable:
         if path not in self._tables:

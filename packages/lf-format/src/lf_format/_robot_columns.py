@@ -13,6 +13,7 @@ from lf_format._errors import FormatError, InputError
 from lf_format._lerobot import ACTION, STATE, Episode, RobotSet
 from lf_format._video import need
 
+_KEYS = {"action": ACTION, "state": STATE}
 INDICES = ("episode_index", "frame_index", "task_index")
 Array = npt.NDArray[Any]
 
@@ -38,6 +39,8 @@ class Columns:
         if len(mine) != episode.length:
             raise InputError("rows of the episode", expected=episode.length, found=len(mine))
         out = {"task_index": numbers(table, "task_index", 1)[mine, 0]}
+        if (out["task_index"] != np.floor(out["task_index"])).any():
+            raise InputError("task_index is not an integer")
         for key in (STATE, ACTION):
             if key in self._features:
                 width = int(np.prod(self._features[key]["shape"]))
@@ -65,14 +68,18 @@ def numbers(table: Any, key: str, width: int) -> Array:
     if key not in table.column_names:
         raise InputError(f"no column {key}")
     column = table.column(key)
+    lengths = need("pyarrow.compute").list_value_length
     try:
         while hasattr(column.type, "value_type"):  # lists, also nested ones
-            column = column.combine_chunks().flatten()
+            column = column.combine_chunks()
+            if len(lengths(column).unique()) > 1:  # flat, they could still add up to rows of `width`
+                raise ValueError("rows of different lengths")
+            column = column.flatten()
         values: Array = column.to_numpy()
         if values.dtype.kind not in "iufb":
             raise ValueError(f"{values.dtype} values")
         return values.reshape(table.num_rows, width)
-    except ValueError as error:
+    except (ValueError, AttributeError, NotImplementedError) as error:
         raise InputError(f"column {key} is not numbers of width {width}: {error}") from None
 
 
@@ -90,17 +97,32 @@ def relative_slices(robot: RobotSet, names: tuple[str, ...]) -> list[tuple[slice
             if shapes[0] != shapes[1]:
                 raise FormatError("actions relative to states", expected=shapes[1], found=shapes[0])
             return [(slice(None), slice(None))]
-    out = []
+    out, times = [], np.zeros(_width(robot, "action"), int)
     for name in names:
         if name not in parts["action"] or name not in parts["state"]:
             both = sorted(set(parts["action"]) & set(parts["state"]))
             raise FormatError("relative action", expected=both, found=name)
-        pair = [slice(int(parts[m][name]["start"]), int(parts[m][name]["end"])) for m in ("action", "state")]
+        pair = [_part(robot, m, name) for m in ("action", "state")]
         if pair[0].stop - pair[0].start != pair[1].stop - pair[1].start:
             raise FormatError(f"width of {name}", expected=str(pair[1]), found=str(pair[0]))
-        for m in ("action", "state"):
-            key = {"action": ACTION, "state": STATE}[m]
-            if parts[m][name].get("original_key", key) != key:
-                raise FormatError(f"{m} {name} is not part of {key}", found=parts[m][name]["original_key"])
+        times[pair[0]] += 1
+        if times.max() > 1:  # the state would be taken off twice
+            raise FormatError("relative actions overlap", expected="every action once", found=name)
         out.append((pair[0], pair[1]))
     return out
+
+
+def _width(robot: RobotSet, kind: str) -> int:
+    return int(np.prod(robot.features[_KEYS[kind]]["shape"]))
+
+
+def _part(robot: RobotSet, kind: str, name: str) -> slice:
+    """Columns of a part of modality.json; FormatError when the feature has no such columns."""
+    key, part = _KEYS[kind], robot.modality[kind][name]
+    if part.get("original_key", key) != key:
+        raise FormatError(f"{kind} {name} is not part of {key}", found=part["original_key"])
+    start, end = part.get("start"), part.get("end")
+    if type(start) is not int or type(end) is not int or not 0 <= start < end <= _width(robot, kind):
+        expected = f"0 <= start < end <= {_width(robot, kind)}"
+        raise FormatError(f"columns of {kind} {name}", expected=expected, found=(start, end))
+    return slice(start, end)
