@@ -194,3 +194,14 @@ def test_a_name_that_is_not_utf8_is_printed_with_escapes(sample: Path) -> None:
     run = subprocess.run(command, capture_output=True, env=os.environ | {"PYTHONIOENCODING": "utf-8:strict"})
     assert run.returncode == 0
     assert rb"\udcff.loongbin: format" in run.stdout
+
+
+def test_an_interrupt_exits_130(
+    sample: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "verify", interrupted)
+    assert cli.main(["verify", str(sample)]) == 130
+    assert capsys.readouterr().err == "lf-format: interrupted\n"

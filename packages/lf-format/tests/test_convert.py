@@ -338,3 +338,27 @@ def test_two_arrays_of_one_name_and_a_shape_below_zero_are_refused(tmp_path: Pat
 
 def _any_length(raw: io.BytesIO) -> bytes:
     return raw.getvalue().replace(b"(4,), ", b"(-1,),")
+
+
+def test_an_mds_frame_larger_than_the_index_says_is_refused_unread(tmp_path: Path) -> None:
+    folder = mds(tmp_path, zipped=True)
+    shard = next(path for path in folder.iterdir() if path.name != "index.json")
+    header = b"\x28\xb5\x2f\xfd\xe0" + (1 << 50).to_bytes(8, "little")
+    shard.write_bytes(header + shard.read_bytes())
+    with pytest.raises(lff.InputError, match="shard size") as caught:
+        read(folder, "ids")
+    assert caught.value.found == 1 << 50
+    shard.unlink()
+    os.mkfifo(shard)
+    with pytest.raises(lff.InputError, match="no regular file"):
+        read(folder, "ids")
+
+
+def test_a_megatron_sequence_that_begins_inside_an_id_is_refused(tmp_path: Path) -> None:
+    index = megatron(tmp_path)
+    index = index / "set.idx" if index.is_dir() else index
+    raw = bytearray(index.read_bytes())
+    raw[34 + 4 * 4 + 8] += 1  # pointers follow a head of 34 bytes and four lengths
+    index.write_bytes(raw)
+    with pytest.raises(lff.InputError, match="sequence 1 lies outside"):
+        read(index, None)

@@ -91,9 +91,14 @@ def _shards(folder: Path, key: str) -> Iterator[_Shard]:
 
 
 def _shard_bytes(shard: _Shard) -> bytes:
+    if shard.path.exists() and not shard.path.is_file():  # a FIFO would wait for a writer
+        raise InputError("shard is no regular file", path=shard.path)
     try:
         raw = shard.path.read_bytes()
         if shard.zipped:
+            stated = zstandard.frame_content_size(raw)  # -1: not stated, then max_output_size bounds it
+            if stated > shard.nbytes:
+                raise InputError("shard size", path=shard.path, expected=shard.nbytes, found=stated)
             raw = zstandard.ZstdDecompressor().decompress(raw, max_output_size=shard.nbytes)
     except (OSError, zstandard.ZstdError, MemoryError) as error:
         raise InputError(f"shard cannot be read: {error}", path=shard.path) from None

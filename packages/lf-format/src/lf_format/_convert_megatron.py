@@ -68,11 +68,17 @@ def _check(index: MegatronIndex, path: Path) -> None:
     if total < 0:
         raise InputError("no .bin beside the .idx", path=path, expected=_bin(path))
     width = index.dtype.itemsize
-    bad = (lengths < 0) | (offsets < 0) | (offsets > total) | (lengths > (total - offsets) // width)
+    bad = (
+        (lengths < 0)
+        | (offsets < 0)
+        | (offsets % width != 0)
+        | (offsets > total)
+        | (lengths > (total - offsets) // width)
+    )
     if bad.any():
         at = int(bad.argmax())
         raise InputError(
-            f"sequence {at} lies outside the .bin", path=path, expected=f"within {total} bytes",
+            f"sequence {at} lies outside the .bin", path=path, expected=f"ids of {width} within {total} bytes",
             found=(int(offsets[at]), int(lengths[at])),
         )  # fmt: skip
     whole = len(documents) >= 1 and documents[0] == 0 and documents[-1] == len(lengths)

@@ -42,10 +42,13 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Command line entry. Returns 0; 1 for a damaged file or a full disk; 2 for usage (no such file, bad options); 141
-    when the output is not read to its end."""
+    when the output is not read to its end; 130 when interrupted."""
     args = _parser().parse_args(argv)
     try:
         return printing(lambda: args.run(args))
+    except KeyboardInterrupt:
+        print("lf-format: interrupted", file=sys.stderr)
+        return 130
     except OSError as error:
         print(f"lf-format: {error}", file=sys.stderr)
         return 2 if isinstance(error, _USAGE) else 1
