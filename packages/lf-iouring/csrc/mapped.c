@@ -47,7 +47,9 @@ int lf_bus_guard(void) {
 
 int lf_bus_guarded(void) {
   struct sigaction now;
-  return sigaction(SIGBUS, NULL, &now) == 0 && now.sa_sigaction == on_bus;
+  sigset_t blocked;
+  return sigaction(SIGBUS, NULL, &now) == 0 && now.sa_sigaction == on_bus &&
+         pthread_sigmask(SIG_SETMASK, NULL, &blocked) == 0 && !sigismember(&blocked, SIGBUS);
 }
 
 static uint64_t page_bytes(void) {

@@ -16,7 +16,8 @@ typedef struct {
 /* A file that shrinks under its mapping makes the copy raise SIGBUS. Catches that in the copies below, and hands
    every other SIGBUS on to the handler that was there. Returns 0 or a negative errno. */
 int lf_bus_guard(void);
-/* Whether the handler is still in force; somebody may have put another one in its place. */
+/* Whether the handler is in force for this thread: somebody may have put another one in its place, and a thread
+   that blocks SIGBUS would not get to it. */
 int lf_bus_guarded(void);
 
 /* 0 or a negative errno. */

@@ -120,7 +120,7 @@ CHILD = """
     import os, resource, signal, sys
     import numpy as np
     import lf_format as lff
-    from lf_iouring import LoongDataLoader
+    from lf_iouring import DataError, LoongDataLoader
 
     path = sys.argv[1]
     dataset = lff.open_dataset(path)
@@ -158,6 +158,26 @@ def test_with_another_handler_in_force_nothing_is_copied_from_mappings(data):
     )
     done = run_child(data.readers[0].path, body)
     assert done.stdout.split() == ["True", "True"], done.stderr
+
+
+def test_a_thread_that_blocks_sigbus_copies_nothing_from_mappings(data):
+    body = """
+    loader.close()
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGBUS])
+    loader = LoongDataLoader(dataset, global_batch=2, io="mapped", num_workers=1, prefetch_factor=50)
+    for _ in range(len(dataset) // 2):
+        next(loader).release()
+    os.truncate(path, 8192)
+    loader.set_step(0)
+    for _ in range(20):  # the caller helps with what is read ahead
+        try:
+            next(loader)
+        except DataError as error:
+            print(error.path)
+    """
+    done = run_child(data.readers[0].path, textwrap.dedent(body))
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.split() == [data.readers[0].path] * 20
 
 
 def test_without_room_for_a_mapping_files_are_read_and_it_is_said(tmp_path):
