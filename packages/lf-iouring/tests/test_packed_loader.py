@@ -258,6 +258,7 @@ def test_a_flipped_byte_is_found_in_a_packed_record(mixed, tmp_path, write):
     ("arguments", "error"),
     [
         ({"pack": 0}, PlanError),
+        ({"pack": True}, LoaderError),
         ({"pack_window": 0}, PlanError),
         ({"pack": None, "pack_window": 5}, LoaderError),
         ({"weights": (1, 2)}, PlanError),

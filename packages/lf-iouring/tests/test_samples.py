@@ -6,6 +6,7 @@ import transform_cases
 
 import lf_format as lff
 from lf_iouring import DataError, Joined, LoaderError, LoongDataLoader, SampleBatch
+from lf_memory import PoolError
 
 ENGINES = ("auto", "pread", "python")
 FIELDS = [
@@ -233,6 +234,7 @@ def test_batches_do_not_depend_on_threads_and_resume(samples, load):
         ({"deltas": {"camera": []}}, "ascending"),
         ({"deltas": {"camera": [0, -1]}}, "ascending"),
         ({"deltas": {"camera": [0.5]}}, "ascending"),
+        ({"deltas": {"camera": 5}}, "ascending"),
         ({"pack": 64}, "pack="),
         ({"cache_bytes": -1}, "cache_bytes"),
     ],
@@ -240,6 +242,20 @@ def test_batches_do_not_depend_on_threads_and_resume(samples, load):
 def test_wrong_options_are_refused(samples, options, message):
     with pytest.raises(LoaderError, match=message):
         LoongDataLoader(samples, global_batch=8, **options)
+
+
+def test_an_outlier_that_needs_more_memory_than_there_is_names_its_field(tmp_path):
+    path = tmp_path / "a.lfg"
+    with lff.Writer(
+        path, fields=[lff.Field.tensor("points", "float32", (-1, 3)), lff.Field.bytes("task")]
+    ) as writer:
+        writer.append({"points": np.zeros((1 << 16, 3)), "task": b""})
+    with lff.open_dataset(path) as dataset:
+        with pytest.raises(PoolError, match=r"longest value of 'points', 786432 bytes: .*fields="):
+            LoongDataLoader(dataset, global_batch=1 << 22)
+        with pytest.raises(PoolError, match="hugepages='x'") as caught:
+            LoongDataLoader(dataset, global_batch=1, hugepages="x")
+    assert "points" not in str(caught.value)
 
 
 def test_deltas_need_the_order_of_time(tmp_path, write):

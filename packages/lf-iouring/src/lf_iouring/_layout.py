@@ -175,6 +175,17 @@ class SlotLayout:
             total = _aligned(total) + rows * len(value.times) * steps * value.step_bytes
         return total
 
+    def outlier(self) -> str:
+        """Which joined field makes slots large, to be appended to an error; "" without one."""
+        joined = [value for value in self.values if value.form == "joined"]
+        if not joined:
+            return ""
+        worst = max(joined, key=lambda value: value.longest * value.step_bytes)
+        return (
+            f"; every row has room for the longest value of {worst.name!r}, {worst.longest * worst.step_bytes} "
+            "bytes: leave the field out by fields=, shorten its outliers, or take a smaller global_batch"
+        )
+
     def records(self, ids: Ids) -> Ids:
         """The records to read for rows `ids` int64[k, r]: int64[k, r * d], row by row."""
         if self.episodes is None:
@@ -238,11 +249,11 @@ def _chosen(names: list[str], fields: Sequence[str] | None) -> set[str]:
 def _steps(name: str, chosen: set[str], given: Sequence[int]) -> tuple[int, ...]:
     if name not in chosen:
         raise LoaderError(f"deltas of {name!r}: the batch has {sorted(chosen)}")
-    steps = tuple(given)
+    steps = tuple(given) if isinstance(given, Sequence) else ()
     whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
     if not steps or not whole or list(steps) != sorted(set(steps)):
         raise LoaderError(
-            f"deltas of {name!r}: {list(given)!r} must be ascending integers, 0 for the record itself"
+            f"deltas of {name!r}: {given!r} must be a list of ascending integers, 0 for the record itself"
         )
     return steps
 

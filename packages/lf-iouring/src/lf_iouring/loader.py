@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
-from lf_memory import HostPool
+from lf_memory import HostPool, PoolError
 
 from ._batch import Batch, converter, token_rows
 from ._cores import bound_to, cores_for, engine_threads
@@ -127,6 +127,8 @@ class LoongDataLoader:
         sources = sources_of(dataset, datasets, weights)
         if shuffle_block_size is not None:
             _in_range("shuffle_block_size", shuffle_block_size, 0)
+        if pack is not None:
+            _in_range("pack", pack, 0)
         self.plan = make_plan(
             sources, weights, global_batch=global_batch, seed=seed, shuffle=shuffle, block=shuffle_block_size,
             pack=pack, pack_window=pack_window,
@@ -310,7 +312,12 @@ class LoongDataLoader:
         plain = self._backend is None and self._transform.transform is None
         convert = self._convert if plain else converter("numpy")
         slots = self._ahead.bounds[1] + _SPARE_SLOTS + self._transform.in_flight
-        pool = HostPool(self._slot_bytes(), slots, self._hugepages)
+        try:
+            pool = HostPool(self._slot_bytes(), slots, self._hugepages)
+        except PoolError as error:
+            if error.needed is not None:
+                error.args = (f"{error}{self._layout.outlier()}",)
+            raise
         with bound_to(self._cores):
             engine = choose(
                 self._engine_name, self._threads, pool.buffer, self._dataset,
