@@ -82,6 +82,13 @@ def test_a_view_beyond_the_slot_is_refused(shape, offset):
         lease.view(shape, np.uint8, offset)
 
 
+@pytest.mark.parametrize("offset", [-1, -10_000, -(1 << 40)])
+def test_a_view_in_front_of_the_slot_is_refused(offset):
+    lease = make().acquire()
+    with pytest.raises(PoolError, match=f"from byte {offset} on"):
+        lease.view((1,), np.uint8, offset)
+
+
 @pytest.mark.parametrize("args", [(0, 1), (1, 0), (-5, 3)])
 def test_sizes_below_one_are_refused(args):
     with pytest.raises(PoolError, match="at least 1"):

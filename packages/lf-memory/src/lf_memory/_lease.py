@@ -87,11 +87,13 @@ class Lease:
     def view(self, shape: tuple[int, ...], dtype: npt.DTypeLike, offset: int = 0) -> npt.NDArray[Any]:
         """The bytes from `offset` on as an array; the slot stays leased while the array lives.
 
-        Raises PoolError after `release`, or if the array would reach past the slot.
+        Raises PoolError after `release`, or if the array would reach out of the slot.
         """
         memory = self._memory
         if memory is None:
             self._fail("used after its release")
+        if offset < 0:  # numpy takes it, and gives memory of another slot
+            raise PoolError(f"a view from byte {offset} on: a {self._table.noun} begins at 0")
         try:
             return _ndarray(shape, dtype, memory, offset)
         except (TypeError, ValueError):
