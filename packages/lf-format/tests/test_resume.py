@@ -22,6 +22,7 @@ import lf_format as lff
 from lf_format import _journal, preprocess_cli
 from lf_format._documents import Document
 from lf_format._journal import FOLDER, Journal
+from lf_format._spool import Spool
 
 # Small parts, and a pause that lets the test kill between two of them.
 SLOW = """
@@ -241,7 +242,7 @@ def test_any_damage_to_the_parts_ends_with_the_same_bytes(interrupted: list[str]
 
 def test_two_runs_into_one_output_are_refused(interrupted: list[str], tmp_path: Path) -> None:
     with (
-        Journal(tmp_path / "out", None, np.dtype(np.uint8), False),
+        Journal(tmp_path / "out", None, lambda folder: Spool(folder, np.dtype(np.uint8), False)),
         pytest.raises(lff.FormatError, match="another run"),
     ):
         lff.preprocess(tmp_path / "in/a.jsonl", tmp_path / "out")

@@ -22,8 +22,7 @@ class AtomicFile:
     """
 
     def __init__(self, path: Path) -> None:
-        if path.exists() and not path.is_file():  # the rename would replace a device or a FIFO
-            raise FormatError("output path is no regular file", path=path)
+        check_output(path)
         self.path = path
         self.temporary = path.with_name(f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.tmp")
         # Not mkstemp: its 0600 would survive the rename; the user's umask should decide.
@@ -69,6 +68,12 @@ def _remove(fd: int, temporary: Path, owner: int) -> None:
         os.close(fd)
         with contextlib.suppress(FileNotFoundError):
             temporary.unlink()
+
+
+def check_output(path: Path) -> None:
+    """FormatError for a device or a FIFO, which publishing a file would replace."""
+    if path.exists() and not path.is_file():
+        raise FormatError("output path is no regular file", path=path)
 
 
 def refuse_same(inputs: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> None:

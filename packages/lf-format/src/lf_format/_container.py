@@ -107,6 +107,11 @@ class Container:
         """Where the data lie until `publish`."""
         return self._file.temporary
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the file up to the end of its last block."""
+        return self._at
+
     def append_block(self, block: StoredBlock) -> None:
         """Adds a block as it is; what it holds must agree with the schema. OSError when the disk refuses."""
         self._guarded(lambda: self._put(block))

@@ -16,6 +16,7 @@ from lf_format._convert_mds import is_mds, mds_values
 from lf_format._convert_megatron import megatron_documents
 from lf_format._convert_webdataset import tar_values
 from lf_format._errors import InputError
+from lf_format._layout import xxh3
 from lf_format._npz import npz_documents
 
 Inputs = str | os.PathLike[str] | Iterable[str | os.PathLike[str]]
@@ -53,6 +54,11 @@ def stamps(files: list[Path]) -> list[tuple[str, int, int]]:
                 status = part.stat()
                 found.append((str(part.absolute()), status.st_size, status.st_mtime_ns))
     return found
+
+
+def stamps_digest(files: list[Path]) -> str:
+    """Hash of their stamps: another one means that an input was changed, moved, added or removed."""
+    return f"{xxh3(json.dumps(stamps(files)).encode()):016x}"
 
 
 def input_files(inputs: Inputs) -> list[Path]:

@@ -7,25 +7,51 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any
-
-import numpy as np
+from typing import Any, Generic, Protocol, TypeVar
 
 from lf_format._errors import FormatError, WorkerError
 from lf_format._layout import xxh3
-from lf_format._spool import Spool
 
 FOLDER = ".preprocess"
+PARTS = "parts"  # file of the folder: the list
 VERSION = 1
 PART_BYTES = 32 << 20
 PART_SECONDS = 10.0
 Key = Mapping[str, Any]
 
 
-class Journal:
+class Store(Protocol):
+    """What Journal needs of a spool: items on disk, added at the end, durable part by part."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all items."""
+
+    def __len__(self) -> int: ...
+
+    def sync(self) -> None:
+        """Makes what was added durable."""
+
+    def digest(self) -> str:
+        """Hash of everything added since this was asked last, once it is durable."""
+
+    def take_up(self, items: int, digest: str, /) -> bool:
+        """Counts in the next items on disk, up to `items` in all; False, and none, when their hash is another."""
+
+    def cut(self) -> None:
+        """Drops what lies on disk beyond the items that are counted in."""
+
+    def close(self) -> None:
+        """Closes its files."""
+
+
+S = TypeVar("S", bound=Store)
+
+
+class Journal(Generic[S]):
     """Owns OUTPUT/.preprocess: the spool and the list of its complete parts. A context manager.
 
     Leaving it removes the folder, except after an interruption (a signal, a dead worker, a full disk) when the run
@@ -33,24 +59,27 @@ class Journal:
 
     Args:
         output_dir: exists.
-        key: JSON values that decide what the documents become; None = the run cannot be continued. A folder of
+        key: JSON values that decide what the inputs become; None = the run cannot be continued. A folder of
             another key is emptied, and `notes` says so.
-        dtype, loss_mask: of the spool.
+        open_spool: makes the spool, from the folder it has for its files.
+        unit: what inputs are called in `notes`.
 
     Attributes:
-        spool: documents so far.
-        consumed: input documents that these and `empty` account for.
-        empty: (name, reason) of documents that were left out.
+        spool: what the inputs so far became.
+        consumed: inputs that it and `empty` account for.
+        empty: (name, reason) of inputs that were left out.
         notes: what became of an earlier run.
 
     Raises:
         FormatError: another run writes into this output.
     """
 
-    def __init__(self, output_dir: Path, key: Key | None, dtype: np.dtype[Any], loss_mask: bool) -> None:
-        self._folder, self._key = output_dir / FOLDER, key
+    def __init__(
+        self, output_dir: Path, key: Key | None, open_spool: Callable[[Path], S], unit: str = "documents"
+    ) -> None:
+        self._folder, self._key, self._unit = output_dir / FOLDER, key, unit
         self._folder.mkdir(exist_ok=True)
-        self._file = (self._folder / "parts").open("a+b")
+        self._file = (self._folder / PARTS).open("a+b")
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
@@ -59,7 +88,7 @@ class Journal:
         self.consumed, self.empty = 0, list[tuple[str, str]]()
         self.notes: list[str] = []
         self._committed, self._noted, self._time = 0, 0, time.monotonic()
-        self.spool = Spool(self._folder, dtype, loss_mask)
+        self.spool = open_spool(self._folder)
         _remove_temporaries(output_dir)
         self._recover()
 
@@ -68,14 +97,13 @@ class Journal:
         """Whether a later run can go on where this one is interrupted."""
         return self._key is not None
 
-    def add(self, ids: Any, mask: Any) -> None:
-        """One more document with ids, for the spool."""
-        self.spool.add(ids, mask)
+    def count(self) -> None:
+        """One more input whose items are in the spool."""
         self.consumed += 1
         self._commit_when_due()
 
     def leave_out(self, name: str, reason: str) -> None:
-        """One more document that is not stored."""
+        """One more input that is not stored."""
         self.empty.append((name, reason))
         self.consumed += 1
         self._commit_when_due()
@@ -129,9 +157,9 @@ class Journal:
         self.spool.cut()
         self._committed, self._noted = self.spool.nbytes, len(self.empty)
         if self.consumed:
-            self.notes.append(f"continued an interrupted run behind its first {self.consumed} documents")
+            self.notes.append(f"continued an interrupted run behind its first {self.consumed} {self._unit}")
 
-    def __enter__(self) -> Journal:
+    def __enter__(self) -> Journal[S]:
         return self
 
     def __exit__(
@@ -161,5 +189,6 @@ def _difference(head: Mapping[str, Any], wanted: Mapping[str, Any]) -> str:
 def _remove_temporaries(output_dir: Path) -> None:
     """Files of killed runs; this run has the lock, so nobody writes them any more."""
     for split in ("train", "eval"):
-        for path in output_dir.glob(f".{split}.loongbin.*.tmp"):
-            path.unlink(missing_ok=True)
+        for suffix in ("loongbin", "lfg"):
+            for path in output_dir.glob(f".{split}.{suffix}.*.tmp"):
+                path.unlink(missing_ok=True)

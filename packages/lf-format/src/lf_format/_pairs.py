@@ -6,27 +6,33 @@ import io
 import json
 import os
 from collections import Counter, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from lf_format._atomic import check_output
 from lf_format._container import WriteReport
-from lf_format._documents import Inputs, input_files
+from lf_format._documents import Inputs, input_files, stamps_digest
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import Field
+from lf_format._journal import Journal
+from lf_format._layout import PROFILE_LFG, xxh3
 from lf_format._options import CodecName, CodecOptions
+from lf_format._sample_spool import SampleSpool
 from lf_format._schema import TokenizerInfo
 from lf_format._split import bucket_edges
-from lf_format._tokenizers import load_tokenizer
+from lf_format._tokenizers import Tokenizer, load_tokenizer
 from lf_format._video import need
 from lf_format._writer import Writer
 
 Pixels = npt.NDArray[np.uint8]
+MODE = "mode"  # field of the spool only: the mode of the image that was read
 GAP = 2  # a JPEG may be decoded at 1/2, 1/4 or 1/8 as long as it stays this much larger than the result
 Progress = Callable[[int, int], None]
 Image = Pixels | bytes
@@ -81,6 +87,8 @@ def preprocess_pairs(
 ) -> PairsReport:
     """Writes `output`/train.lfg with the fields `input_ids` and `image` for every line of .jsonl files.
 
+    An interrupted run goes on behind its last complete part when it is called again.
+
     Args:
         image_key: key of the image's path, which starts at the folder of the .jsonl unless it is absolute.
         image_size: (height, width): images are decoded, turned as EXIF says, converted to RGB, resized once
@@ -89,52 +97,107 @@ def preprocess_pairs(
         tokenizer, bucket_size, min_len, max_len: as for `preprocess`; a text of more tokens is refused.
         num_workers: threads that decode and resize; the bytes written do not depend on it.
         codec: how blocks are stored: "raw", "zstd" or "auto".
-        progress: called with (records, tokens) written so far.
+        progress: called with (records, tokens) stored so far.
 
     Raises:
-        InputError: naming the line, for a text or image that cannot be stored. FormatError: options.
+        InputError: naming the line, for a text or image that cannot be stored. FormatError: options; another run
+            writes into `output`.
     """
     if num_workers < 1:
         raise FormatError("num_workers", expected=">= 1", found=num_workers)
+    CodecOptions.of(codec).check_profile(PROFILE_LFG)
     coder = load_tokenizer("bytes" if tokenizer is None else tokenizer)
     edges = bucket_edges(max_len, min_len, bucket_size)
-    files = input_files(inputs)
-    Path(output).mkdir(parents=True, exist_ok=True)
-    shape = None if image_size is None else (*image_size, 3)
-    fields = (Field.tokens(), Field.image("image", shape))
-    empty: list[tuple[str, str]] = []
+    path = Path(output) / "train.lfg"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    check_output(path)
+    job = _Job(input_files(inputs), text_key, image_key, image_size, coder, max_len)
+    fields = (Field.tokens(), Field.image("image", None if image_size is None else (*image_size, 3)))
+    options: dict[str, Any] = {"vocab_size": coder.vocab_size, "tokenizer": coder.info}
     modes: Counter[str] = Counter()
-    options: dict[str, Any] = {"vocab_size": coder.vocab_size, "tokenizer": coder.info, "buckets": edges}
-    options["codec"] = codec
-    records = tokens = 0
-    with Writer(Path(output) / "train.lfg", fields=fields, **options) as writer:
-        for pair, (image, mode) in _loaded(
-            _pairs(files, text_key, image_key), _loader(image_size), num_workers
-        ):
-            ids = coder.encode(pair.text)
+    with Journal(
+        path.parent, job.key(), lambda folder: job.spool(folder, fields, options), "lines"
+    ) as journal:
+        job.load(journal, num_workers, progress)
+        with Writer(path, fields=fields, buckets=edges, codec=codec, **options) as writer:
+            for record in journal.spool.records():
+                writer.append({field.name: record[field.name] for field in fields})
+                modes[record[MODE].tobytes().decode()] += 1
+    notes = [
+        f"{n} images of mode {m} became RGB" for m, n in sorted(modes.items()) if m not in ("RGB", "file")
+    ]
+    report = writer.close()
+    counts = (report.records, report.tokens, coder.vocab_size, coder.info, edges)
+    return PairsReport(*counts, tuple(journal.empty), (*journal.notes, *notes), report)
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What decides which samples the lines become."""
+
+    files: list[Path]
+    text_key: str
+    image_key: str
+    size: tuple[int, int] | None
+    coder: Tokenizer
+    max_len: int
+
+    def pairs(self) -> Iterator[Pair]:
+        return _pairs(self.files, self.text_key, self.image_key)
+
+    def key(self) -> dict[str, Any]:
+        """An interrupted run with the same goes on. Reads every line and asks for the stamp of every image."""
+        images = 0
+        for pair in self.pairs():
+            images = xxh3(repr(_stamp(pair.image)).encode(), images)
+        return {
+            "kind": "image pairs",
+            "inputs": stamps_digest([path for path in self.files if path.suffix == ".jsonl"]),
+            "images": f"{images:016x}",
+            "keys": [self.text_key, self.image_key],
+            "image size": None if self.size is None else list(self.size),
+            "tokenizer": [self.coder.info.name, self.coder.info.hash],
+            "max_len": self.max_len,
+            "Pillow": None if self.size is None else need("PIL").__version__,
+        }
+
+    def spool(self, folder: Path, fields: Sequence[Field], options: Mapping[str, Any]) -> SampleSpool:
+        return SampleSpool(folder, (*fields, Field.bytes(MODE)), buckets=(self.max_len,), **options)
+
+    def load(self, journal: Journal[SampleSpool], workers: int, progress: Progress | None) -> None:
+        """Everything into the spool, behind what an interrupted run left there."""
+        records, tokens = len(journal.spool), journal.spool.tokens
+        rest = islice(self.pairs(), journal.consumed, None)
+        for pair, (image, mode) in _loaded(rest, _loader(self.size), workers):
+            ids = self.coder.encode(pair.text)
             if not len(ids):
-                empty.append((pair.name, "no token"))
+                journal.leave_out(pair.name, "no token")
                 continue
-            if len(ids) > max_len:
+            if len(ids) > self.max_len:
                 raise InputError(
                     "more tokens than max_len; an image's text is not split", document=pair.name,
-                    expected=f"<= {max_len}", found=len(ids),
+                    expected=f"<= {self.max_len}", found=len(ids),
                 )  # fmt: skip
             try:
-                writer.append({"input_ids": ids, "image": image})
+                journal.spool.writer.append({"input_ids": ids, "image": image, MODE: mode.encode()})
             except InputError as error:
                 raise InputError(
                     error.what, document=pair.name, expected=error.expected, found=error.found
                 ) from None
-            modes[mode] += 1
+            journal.count()
             records, tokens = records + 1, tokens + len(ids)
             if progress is not None:
                 progress(records, tokens)
-    notes = [
-        f"{n} images of mode {m} became RGB" for m, n in sorted(modes.items()) if m not in ("RGB", "file")
-    ]
-    counts = (records, tokens, coder.vocab_size, coder.info, edges)
-    return PairsReport(*counts, tuple(empty), tuple(notes), writer.close())
+        journal.commit()
+
+
+def _stamp(path: Path) -> tuple[int, int] | None:
+    """(bytes, time of change in ns); None for a path that its line will be refused for."""
+    try:
+        status = path.stat()
+    except (OSError, ValueError):
+        return None
+    return status.st_size, status.st_mtime_ns
 
 
 def _pairs(files: list[Path], text_key: str, image_key: str) -> Iterator[Pair]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 from collections.abc import Iterable
@@ -18,12 +17,21 @@ import numpy.typing as npt
 from lf_format._atomic import sync_directory
 from lf_format._container import WriteReport
 from lf_format._convert_megatron import megatron_largest_id
-from lf_format._documents import Document, Inputs, Position, file_documents, holds_ids, input_files, stamps
+from lf_format._documents import (
+    Document,
+    Inputs,
+    Position,
+    file_documents,
+    holds_ids,
+    input_files,
+    stamps,
+    stamps_digest,
+)
 from lf_format._encode import encoded
 from lf_format._errors import FormatError, InputError
 from lf_format._fields import TOKEN_DTYPES
 from lf_format._journal import Journal
-from lf_format._layout import MAX_RECORD_TOKENS, xxh3
+from lf_format._layout import MAX_RECORD_TOKENS
 from lf_format._npz import largest_id, npz_members
 from lf_format._preprocess_options import Advance, OptionKeys, Options
 from lf_format._records import check_mask, check_tokens
@@ -176,7 +184,7 @@ def preprocess_documents(
 def _key(files: list[Path], job: _Job, text_key: str, ids_key: str | None) -> dict[str, Any]:
     """What decides which ids the input becomes. An interrupted run with the same goes on."""
     return {
-        "inputs": f"{xxh3(json.dumps(stamps(files)).encode()):016x}",
+        "inputs": stamps_digest(files),
         "text key": text_key,
         "ids key": ids_key,
         "tokenizer": [job.vocabulary.info.name, job.vocabulary.info.hash],
@@ -211,7 +219,7 @@ def _run(
     documents: Iterable[Document], job: _Job, position: Position, key: dict[str, Any] | None
 ) -> PreprocessReport:
     job.output_dir.mkdir(parents=True, exist_ok=True)
-    with Journal(job.output_dir, key, job.dtype, job.loss_mask) as journal:
+    with Journal(job.output_dir, key, lambda folder: Spool(folder, job.dtype, job.loss_mask)) as journal:
         note = job.vocabulary.note
         tally = _Tally(notes=[*([] if note is None else [note]), *journal.notes])
         _tokenize(documents, job, position, journal)
@@ -227,7 +235,7 @@ def _run(
         return _report(reports, job, tally, journal)
 
 
-def _tokenize(documents: Iterable[Document], job: _Job, position: Position, journal: Journal) -> None:
+def _tokenize(documents: Iterable[Document], job: _Job, position: Position, journal: Journal[Spool]) -> None:
     """Everything into the spool, behind what an interrupted run left there."""
     rest = itertools.islice(documents, journal.consumed, None)
     for name, ids, mask in encoded(rest, job.vocabulary.tokenizer, job.options.num_workers):
@@ -241,7 +249,8 @@ def _tokenize(documents: Iterable[Document], job: _Job, position: Position, jour
             raise InputError("document is too long", document=name, expected=expected, found=len(ids))
         # Whole documents are checked, so that an error names the position in the document, not in a piece.
         narrow = check_tokens(ids, job.vocabulary.size, MAX_RECORD_TOKENS, job.dtype, name)
-        journal.add(narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None)
+        journal.spool.add(narrow, check_mask(mask, len(narrow), name) if job.loss_mask else None)
+        journal.count()
         if job.options.progress is not None:
             spool = journal.spool
             job.options.progress(Advance(len(spool), spool.tokens, position.read, position.total))
@@ -303,7 +312,9 @@ def _publish(writers: dict[str, Writer], output_dir: Path) -> dict[str, WriteRep
     return {split: writers[split].close() for split in reversed(writers)}
 
 
-def _report(reports: dict[str, WriteReport], job: _Job, tally: _Tally, journal: Journal) -> PreprocessReport:
+def _report(
+    reports: dict[str, WriteReport], job: _Job, tally: _Tally, journal: Journal[Spool]
+) -> PreprocessReport:
     return PreprocessReport(
         train=reports["train"],
         eval=reports.get("eval"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -14,17 +14,22 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lf_format._atomic import sync_directory
+from lf_format._atomic import check_output, sync_directory
 from lf_format._container import WriteReport
-from lf_format._errors import FormatError, InputError
+from lf_format._documents import stamps_digest
+from lf_format._errors import InputError
 from lf_format._fields import Field
+from lf_format._journal import Journal
 from lf_format._lerobot import ACTION, STATE, Camera, Clip, Episode, RobotSet, read_robot_set
+from lf_format._options import CodecName, CodecOptions
 from lf_format._records import DOCUMENT_END, DOCUMENT_START
 from lf_format._robot_columns import INDICES, Columns, relative_slices
-from lf_format._schema import TokenizerInfo
+from lf_format._robot_frames import ClipReader
+from lf_format._robot_options import RobotOptions, RobotReport
+from lf_format._sample_spool import SampleSpool
 from lf_format._split import choose_eval, document_key
 from lf_format._tokenizers import Tokenizer, load_tokenizer
-from lf_format._video import RGB, FrameTable, Pixels, frame_table, frames
+from lf_format._video import RGB, FrameTable, frame_table, need
 from lf_format._writer import Writer
 
 Array = npt.NDArray[Any]
@@ -33,59 +38,6 @@ BATCH_FRAMES = 256
 SPLITS = ("train", "eval")
 Progress = Callable[[int, int], None]
 Batch = tuple[dict[str, Any], Array]
-
-
-@dataclass(frozen=True)
-class RobotReport:
-    """What `preprocess_robot` did.
-
-    Attributes:
-        version: of the data set.
-        episodes, frames: written; one record a frame.
-        cameras: field names of the cameras written.
-        skipped_cameras: (feature, reason).
-        dropped_episodes: (episode_index, reason).
-        notes: anything else that is not in the output as it was in the input.
-        output: train.lfg.
-        eval: eval.lfg, None when nothing was held out.
-        eval_episodes: episode_index of the episodes in it.
-        tokenizer: of the field `tokens`, None without.
-    """
-
-    version: str
-    episodes: int
-    frames: int
-    cameras: tuple[str, ...]
-    skipped_cameras: tuple[tuple[str, str], ...]
-    dropped_episodes: tuple[tuple[int, str], ...]
-    notes: tuple[str, ...]
-    output: WriteReport
-    eval: WriteReport | None
-    eval_episodes: tuple[int, ...]
-    tokenizer: TokenizerInfo | None
-
-
-@dataclass(frozen=True)
-class _Options:
-    """Arguments of preprocess_robot; checked when made."""
-
-    size: tuple[int, int] | None
-    horizon: int
-    relative: tuple[str, ...]
-    tokenizer: Tokenizer | None
-    eval_episodes: frozenset[int]
-    eval_fraction: float
-    seed: int
-    workers: int
-
-    def __post_init__(self) -> None:
-        if self.horizon < 1 or self.workers < 1:
-            found = (self.horizon, self.workers)
-            raise FormatError("action_horizon and num_workers", expected=">= 1", found=found)
-        if not 0 <= self.eval_fraction < 1:
-            raise FormatError("eval_fraction", expected="0 <= fraction < 1", found=self.eval_fraction)
-        if self.eval_fraction and self.eval_episodes:
-            raise FormatError("eval_fraction excludes eval_episodes", found=sorted(self.eval_episodes))
 
 
 def preprocess_robot(
@@ -100,6 +52,7 @@ def preprocess_robot(
     eval_fraction: float = 0.0,
     seed: int = 0,
     num_workers: int = 1,
+    codec: CodecName | CodecOptions = "raw",
     progress: Progress | None = None,
 ) -> RobotReport:
     """Writes `output`/train.lfg with one record per frame of a LeRobot v2.0, v2.1 or v3.0 data set.
@@ -109,7 +62,8 @@ def preprocess_robot(
     Fields of a record: one uint8 image per camera and its `pts.CAMERA`, `state`, `action` (the next
     `action_horizon` actions, the last one repeated past the end), `action_mask` (which are real),
     `episode_index`, `frame_index`, `task_index`, `task`. Flags mark the first and last frame of an episode.
-    Frames are found by counting and checked by their time stamps; every video is decoded once.
+    Frames are found by counting and checked by their time stamps; every video is decoded once. An interrupted run
+    goes on behind its last complete part when it is called again.
 
     Args:
         image_size: (height, width), bilinear and antialiased (`Scaler` in _video.py); None = as stored.
@@ -119,20 +73,24 @@ def preprocess_robot(
         eval_episodes: episode_index of the episodes to hold out, whole.
         eval_fraction: or at least this share of the frames: episodes chosen by a hash of (seed, episode_index).
         num_workers: threads for decoding and resizing; the bytes written do not depend on it.
-        progress: called with (episodes, frames) written so far.
+        codec: how blocks are stored: "raw", "zstd" or "auto".
+        progress: called with (episodes, frames) decoded so far.
 
     Raises:
-        FormatError: options or version. InputError: nothing to write, or damage found after an episode began.
+        FormatError: options or version; another run writes into `output`. InputError: nothing to write, or damage
+            found after an episode began.
     """
     coder = None if tokenizer is None else load_tokenizer(tokenizer)
     held = (frozenset(eval_episodes), eval_fraction, seed)
-    options = _Options(image_size, action_horizon, tuple(relative_actions), coder, *held, num_workers)
+    options = RobotOptions(
+        image_size, action_horizon, tuple(relative_actions), coder, *held, num_workers, CodecOptions.of(codec)
+    )
     robot = read_robot_set(Path(source))
     if ACTION not in robot.features:
         raise InputError("the data set has no actions", document=source, expected=ACTION)
     job = _Job(robot, options)
     Path(output).mkdir(parents=True, exist_ok=True)
-    return job.run(Path(output), progress)
+    return job.run(Path(source), Path(output), progress)
 
 
 def frame_pairs(flags: Array, ids: Array) -> npt.NDArray[np.int64]:
@@ -147,9 +105,9 @@ def frame_pairs(flags: Array, ids: Array) -> npt.NDArray[np.int64]:
 
 
 class _Job:
-    """One conversion: checks every episode first, then writes those that passed, in order."""
+    """One conversion: checks every episode, decodes those that passed into a spool, in order, and writes from there."""
 
-    def __init__(self, robot: RobotSet, options: _Options) -> None:
+    def __init__(self, robot: RobotSet, options: RobotOptions) -> None:
         self.robot, self.options = robot, options
         self.slices = relative_slices(robot, options.relative)
         self.columns = Columns(robot.features)
@@ -161,36 +119,86 @@ class _Job:
         self._ends: dict[Path, int] = {}
         self._rated: set[str] = set()
 
-    def run(self, folder: Path, progress: Progress | None) -> RobotReport:
+    def run(self, source: Path, folder: Path, progress: Progress | None) -> RobotReport:
         good = [e for e in self.robot.episodes if self._passes(e)]
         if not good:
             raise InputError("no episode can be written", document=folder, found=self.dropped[:3])
         held = self._held_out(good)
-        for video, end in self._ends.items():
-            surplus = len(self._tables[video]) - end
-            if surplus > 0:
-                self.notes.append(f"{video.name}: {surplus} frames after the last episode are not used")
-        readers = {c.key: _ClipReader(self.options.size, self.options.workers) for c in self.robot.cameras}
-        written = 0
-        with ExitStack() as stack:
-            writers = {
-                split: self._writer(stack, folder / f"{split}.lfg", good[0])
-                for split in SPLITS[: 1 + bool(held)]
-            }
-            for k, episode in enumerate(good):
-                writer = writers["eval" if episode.index in held else "train"]
-                for batch, flags in self._batches(episode, readers):
-                    writer.append_batch(batch, flags)
-                written += episode.length
-                if progress is not None:
-                    progress(k + 1, written)
-            outputs = _publish(writers, folder)
+        for split in SPLITS[: 1 + bool(held)]:
+            check_output(folder / f"{split}.lfg")
+        self._note_surplus()
+        fields = self._fields(good[0])
+        with Journal(folder, self._key(source), partial(self._spool, fields), "episodes") as journal:
+            self.notes += journal.notes
+            self._decode(good, journal, progress)
+            frames = len(journal.spool)
+            outputs = self._write(journal.spool, held, folder, fields)
         cameras = tuple(c.name for c in self.robot.cameras)
-        counts = (self.robot.version, len(good), written, cameras, self.robot.skipped)
+        counts = (self.robot.version, len(good), frames, cameras, self.robot.skipped)
         coder = self.options.tokenizer
         files = (outputs["train"], outputs.get("eval"), tuple(sorted(held)))
         info = None if coder is None else coder.info
         return RobotReport(*counts, tuple(self.dropped), tuple(self.notes), *files, info)
+
+    def _note_surplus(self) -> None:
+        for video, end in self._ends.items():
+            surplus = len(self._tables[video]) - end
+            if surplus > 0:
+                self.notes.append(f"{video.name}: {surplus} frames after the last episode are not used")
+
+    def _key(self, source: Path) -> dict[str, Any]:
+        """What decides which records the input becomes. An interrupted run with the same goes on."""
+        options, episodes = self.options, self.robot.episodes
+        files = {e.table for e in episodes} | {c.path for e in episodes for c in e.clips.values()}
+        coder = options.tokenizer
+        return {
+            "kind": "robot data",
+            "inputs": stamps_digest([source / "meta", *sorted(files)]),
+            "image size": None if options.size is None else list(options.size),
+            "action horizon": options.horizon,
+            "relative actions": list(options.relative),
+            "cameras": [c.key for c in self.robot.cameras],
+            "tokenizer": None if coder is None else [coder.info.name, coder.info.hash],
+            "PyAV": need("av").__version__,
+        }
+
+    def _decode(
+        self, good: Sequence[Episode], journal: Journal[SampleSpool], progress: Progress | None
+    ) -> None:
+        """Everything into the spool, behind what an interrupted run left there."""
+        readers = {c.key: ClipReader(self.options.size, self.options.workers) for c in self.robot.cameras}
+        frames = len(journal.spool)
+        for k, episode in enumerate(good[journal.consumed :], journal.consumed + 1):
+            try:
+                for batch, flags in self._batches(episode, readers):
+                    journal.spool.writer.append_batch(batch, flags)
+            except InputError as error:
+                if not isinstance(error.document, int):
+                    raise
+                name = f"episode {episode.index}"  # the writer counts from the beginning of its part
+                raise InputError(
+                    error.what, document=name, position=error.position, expected=error.expected,
+                    found=error.found,
+                ) from None  # fmt: skip
+            journal.count()
+            frames += episode.length
+            if progress is not None:
+                progress(k, frames)
+        journal.commit()
+
+    def _write(
+        self, spool: SampleSpool, held: frozenset[int], folder: Path, fields: Sequence[Field]
+    ) -> dict[str, WriteReport]:
+        with ExitStack() as stack:
+            writers = {
+                split: self._writer(stack, folder / f"{split}.lfg", fields)
+                for split in SPLITS[: 1 + bool(held)]
+            }
+            for record in spool.records():
+                split = "eval" if int(record["episode_index"]) in held else "train"
+                start, end = bool(record.flags & DOCUMENT_START), bool(record.flags & DOCUMENT_END)
+                writers[split].append(record, document_start=start, document_end=end)
+            return _publish(writers, folder)
 
     def _held_out(self, good: Sequence[Episode]) -> frozenset[int]:
         """episode_index of the held-out episodes; never all."""
@@ -207,17 +215,25 @@ class _Job:
             raise InputError("episodes to divide", expected=">= 2, not all held out", found=len(good))
         return held
 
-    def _writer(self, stack: ExitStack, path: Path, first: Episode) -> Writer:
+    def _token_options(self) -> dict[str, Any]:
+        """Of a Writer: one bucket, so that frames of an episode stay neighbours, whatever their tasks."""
+        coder = self.options.tokenizer
+        if coder is None:
+            return {}
+        longest = max(map(len, self.task_ids.values()))
+        return {"vocab_size": coder.vocab_size, "tokenizer": coder.info, "buckets": (longest,)}
+
+    def _spool(self, fields: Sequence[Field], folder: Path) -> SampleSpool:
+        return SampleSpool(folder, fields, **self._token_options())
+
+    def _writer(self, stack: ExitStack, path: Path, fields: Sequence[Field]) -> Writer:
         """A writer whose temporary file goes when the stack is left, unless it was published."""
-        options: dict[str, Any] = {"meta": self._meta(), "block_bytes": BLOCK_BYTES}
-        if self.options.tokenizer is not None:
-            options |= {
-                "vocab_size": self.options.tokenizer.vocab_size,
-                "tokenizer": self.options.tokenizer.info,
-            }
-            # One bucket: frames of an episode stay neighbours, whatever their tasks.
-            options["buckets"] = (max(map(len, self.task_ids.values())),)
-        writer = Writer(path, fields=self._fields(first), **options)
+        options: dict[str, Any] = {
+            "meta": self._meta(),
+            "block_bytes": BLOCK_BYTES,
+            "codec": self.options.codec,
+        }
+        writer = Writer(path, fields=fields, **options, **self._token_options())
         stack.callback(writer.abort)
         return writer
 
@@ -306,7 +322,7 @@ class _Job:
             "relative_actions": list(self.options.relative),
         }  # fmt: skip
 
-    def _batches(self, episode: Episode, readers: Mapping[str, _ClipReader]) -> Iterator[Batch]:
+    def _batches(self, episode: Episode, readers: Mapping[str, ClipReader]) -> Iterator[Batch]:
         """The frames of an episode, many at a time; pixels are decoded when they are drawn."""
         columns = self.columns.read(episode)
         clips = {c.name: episode.clips[c.key] for c in self.robot.cameras}
@@ -359,29 +375,3 @@ def _publish(writers: dict[str, Writer], folder: Path) -> dict[str, WriteReport]
         (folder / f"{split}.lfg").unlink(missing_ok=True)
     sync_directory(folder)
     return {split: writers[split].close() for split in reversed(writers)}
-
-
-class _ClipReader:
-    """Frames of one camera: a file stays open while successive clips lie in it, and is decoded once."""
-
-    def __init__(self, size: tuple[int, int] | None, workers: int) -> None:
-        self._size, self._workers = size, workers
-        self._path: Path | None = None
-        self._frames: Iterator[tuple[int, Pixels]] = iter(())
-        self._at = 0
-
-    def clip(self, clip: Clip, table: FrameTable) -> Iterator[Pixels]:
-        """Frames from the clip's start on; InputError when the decoder and the frame table disagree."""
-        if self._path != clip.path or clip.start < self._at:
-            self._path, self._at = clip.path, 0
-            self._frames = frames(clip.path, self._size, self._workers)
-        for expected in table.pts[self._at :].tolist():
-            pts, pixels = next(self._frames, (None, None))
-            if pts != expected or pixels is None:
-                raise InputError(
-                    f"decoding frame {self._at} of {clip.path.name}", document=clip.path,
-                    expected=f"time stamp {expected}", found=pts,
-                )  # fmt: skip
-            self._at += 1
-            if self._at > clip.start:
-                yield pixels

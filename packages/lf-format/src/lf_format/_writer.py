@@ -93,6 +93,11 @@ class Writer:
         """Bucket edges in tokens."""
         return self._schema.buckets
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes written so far: whole blocks."""
+        return self._out.nbytes
+
     def append(
         self,
         tokens: object,

@@ -21,7 +21,8 @@ from lf_format._output import printing
 from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess
 from lf_format._preprocess_options import Advance
-from lf_format._robot import RobotReport, preprocess_robot
+from lf_format._robot import preprocess_robot
+from lf_format._robot_options import RobotReport
 
 
 class _Bar:
@@ -111,7 +112,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         report = _run(inputs, output, options)
     except KeyboardInterrupt:
-        print("loongforge-preprocess: interrupted; the same command continues text input", file=sys.stderr)
+        print("loongforge-preprocess: interrupted; the same command continues", file=sys.stderr)
         return 130
     except (InputError, WorkerError, OSError) as error:
         print(f"loongforge-preprocess: {error}", file=sys.stderr)
@@ -145,13 +146,11 @@ def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
     if any(is_robot_set(Path(name)) for name in inputs):
         if len(inputs) > 1:
             raise FormatError("a robot data set is one input", found=inputs)
-        chosen = _chosen(options, _ROBOT, "robot data")
+        chosen = _sample_options(options, _ROBOT, "robot data")
         with _Bar("episodes", "frames") as bar:
             return preprocess_robot(inputs[0], output, progress=bar.count, **chosen)
     if options["image_key"] is not None:
-        chosen = _chosen(options, _PAIRS | set(CODEC_NAMES), "image pairs")
-        chosen = {k: v for k, v in chosen.items() if k not in CODEC_NAMES}
-        chosen["codec"] = codec_options(options, samples=True)
+        chosen = _sample_options(options, _PAIRS, "image pairs")
         with _Bar("records", "tokens") as bar:
             return preprocess_pairs(inputs, output, progress=bar.count, **chosen)
     _chosen(options, set(options) - _ONLY_SAMPLES, "text")
@@ -159,6 +158,13 @@ def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
     rest["codec"] = codec_options(options)
     with _Bar("documents", "tokens") as bar:
         return preprocess(inputs, output, progress=bar.of_input, **rest)
+
+
+def _sample_options(options: dict[str, Any], known: set[str], kind: str) -> dict[str, Any]:
+    """Arguments for a .lfg: `_chosen`, with those of the codec as one."""
+    chosen = _chosen(options, known | set(CODEC_NAMES), kind)
+    rest = {k: v for k, v in chosen.items() if k not in CODEC_NAMES}
+    return rest | {"codec": codec_options(options, samples=True)}
 
 
 def _chosen(options: dict[str, Any], known: set[str], kind: str) -> dict[str, Any]:
@@ -200,7 +206,9 @@ def _robot_text(report: RobotReport) -> str:
     lines += [f"note: {note}" for note in report.notes]
     if report.eval is not None:
         lines.append(f"{report.eval.path}: episodes {list(report.eval_episodes)}, {report.eval.bytes} bytes")
-    return "\n".join([*lines, f"{report.output.path}: {report.output.bytes} bytes"])
+        lines += [f"  {decision}" for decision in report.eval.decisions]
+    lines.append(f"{report.output.path}: {report.output.bytes} bytes")
+    return "\n".join([*lines, *(f"  {decision}" for decision in report.output.decisions)])
 
 
 def _pairs_text(report: PairsReport) -> str:
