@@ -229,7 +229,7 @@ def test_a_kill_while_the_files_are_written_leaves_all_parts(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(SampleSpool, "records", stop)
+        patch.setattr(SampleSpool, "samples", stop)
         assert preprocess_cli.main([*interrupted, "--output", str(tmp_path / "out")]) == 130
     (tmp_path / "out" / ".train.lfg.1-00.tmp").write_bytes(b"of a killed run")
     total = LINES if "--image-key" in interrupted else len(sets.LENGTHS)
@@ -275,3 +275,18 @@ def test_a_device_as_output_is_refused_before_anything_is_decoded(tmp_path: Path
     for command in (robot_v2(tmp_path / "in"), pixels(tmp_path / "in")):
         assert preprocess_cli.main([*command, "--output", str(tmp_path)]) == 2
     assert not (tmp_path / FOLDER).exists()
+
+
+def test_the_codec_of_robot_data_may_be_chosen(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    command = robot_v2(tmp_path)
+    for codec in ("raw", "zstd"):
+        report = run([*command, "--codec", codec], tmp_path / codec, capsys)
+        assert report["frames"] == sum(sets.LENGTHS)
+    for name in ("train.lfg", "eval.lfg"):
+        with lff.Reader(tmp_path / "raw" / name) as raw, lff.Reader(tmp_path / "zstd" / name) as coded:
+            assert (raw.codecs_raw, coded.codecs_raw) == (True, False)
+            for i in range(len(raw)):
+                assert raw.record(i)["ego"].tobytes() == coded.record(i)["ego"].tobytes()
+    assert preprocess_cli.main([*command, "--codec", "packed", "--output", str(tmp_path / "no")]) == 2
+    assert "codec of a .lfg" in capsys.readouterr().err
+    assert not (tmp_path / "no").exists()

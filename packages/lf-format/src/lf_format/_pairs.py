@@ -120,9 +120,10 @@ def preprocess_pairs(
     ) as journal:
         job.load(journal, num_workers, progress)
         with Writer(path, fields=fields, buckets=edges, codec=codec, **options) as writer:
-            for record in journal.spool.records():
-                writer.append({field.name: record[field.name] for field in fields})
-                modes[record[MODE].tobytes().decode()] += 1
+            for sample in journal.spool.samples():
+                *parts, mode = sample.parts  # the mode is the last field, and has a column of counts
+                writer.append_stored(parts, sample.length, sample.flags, sample.counts[:-1])
+                modes[mode.tobytes().decode()] += 1
     notes = [
         f"{n} images of mode {m} became RGB" for m, n in sorted(modes.items()) if m not in ("RGB", "file")
     ]

@@ -194,10 +194,10 @@ class _Job:
                 split: self._writer(stack, folder / f"{split}.lfg", fields)
                 for split in SPLITS[: 1 + bool(held)]
             }
-            for record in spool.records():
-                split = "eval" if int(record["episode_index"]) in held else "train"
-                start, end = bool(record.flags & DOCUMENT_START), bool(record.flags & DOCUMENT_END)
-                writers[split].append(record, document_start=start, document_end=end)
+            at = [field.name for field in fields].index("episode_index")
+            for sample in spool.samples():
+                split = "eval" if int.from_bytes(sample.parts[at], "little") in held else "train"
+                writers[split].append_stored(sample.parts, sample.length, sample.flags, sample.counts)
             return _publish(writers, folder)
 
     def _held_out(self, good: Sequence[Episode]) -> frozenset[int]:

@@ -4,18 +4,36 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, repeat
 from pathlib import Path
 from typing import Any
 
 from lf_format._errors import FormatError
 from lf_format._fields import Field
+from lf_format._index import plane_maps
 from lf_format._journal import PARTS
 from lf_format._reader import Reader
-from lf_format._records import Record
 from lf_format._verify import verify
 from lf_format._writer import Writer
 
 BLOCK_BYTES = 1 << 20  # blocks of a part are raw and read once, in order
+
+
+@dataclass(frozen=True)
+class StoredSample:
+    """A sample as a file holds it.
+
+    Attributes:
+        parts: bytes of every field, views of a block.
+        length, flags: as in the index.
+        counts: steps of the fields with a column of them.
+    """
+
+    parts: Sequence[memoryview]
+    length: int
+    flags: int
+    counts: Sequence[int]
 
 
 class SampleSpool:
@@ -102,14 +120,33 @@ class SampleSpool:
             if path.name not in known:
                 path.unlink()
 
-    def records(self) -> Iterator[Record]:
-        """Samples of all complete parts, in order, their hashes checked."""
+    def samples(self) -> Iterator[StoredSample]:
+        """Of all complete parts, in order; the hash of their block is checked."""
         for path in self._parts:
             with Reader(path) as reader:
-                yield from map(reader.record, range(len(reader)))
+                yield from _samples(reader)
 
     def close(self) -> None:
         """Drops the open part."""
         if self._open is not None:
             with contextlib.suppress(OSError):
                 self._open.abort()
+
+
+def _samples(reader: Reader) -> Iterator[StoredSample]:
+    """Samples of a file, block by block, cut without decoding or copying their values."""
+    index, schema = reader.opened.index, reader.opened.schema
+    bounds = index.first_records()
+    counts = index.counts_of(schema)
+    planes, _ = plane_maps(reader.fields, counts, bounds)
+    counted = [counts[schema.fields.index(field)] for field in schema.counted]
+    for block, (first, end) in enumerate(pairwise(bounds.tolist())):
+        payload = memoryview(reader.block_payload(block))
+        rows = slice(first, end)
+        values = []
+        for plane in planes:
+            starts = plane.within[first : end + 1] - plane.within[first] + plane.plane[block]
+            values.append([payload[a:b] for a, b in pairwise(starts.tolist())])
+        steps = zip(*(column[rows].tolist() for column in counted), strict=True) if counted else repeat(())
+        parts = zip(*values, strict=True)
+        yield from map(StoredSample, parts, reader.lengths[rows].tolist(), reader.flags[rows].tolist(), steps)

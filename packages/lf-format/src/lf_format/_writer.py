@@ -165,6 +165,17 @@ class Writer:
                 "an iterator of a batch ended early", expected=len(marks), found=len(marks) - missing
             )
 
+    def append_stored(self, parts: Sequence[Part], length: int, flags: int, counts: Sequence[int]) -> None:
+        """Adds one record as a file of the same fields holds it; nothing but its size is checked.
+
+        Args:
+            parts: bytes of every field.
+            length, flags: as in the index.
+            counts: steps of the fields with a column of them.
+        """
+        self._check_open()
+        self._add(parts, length, flags, counts)
+
     def _encode_tokens(self, tokens: object, loss_mask: object, document: int) -> tuple[list[bytes], int]:
         ids = check_tokens(
             tokens, self._vocab_size, self._schema.buckets[-1], self._schema.numpy_dtype, document
