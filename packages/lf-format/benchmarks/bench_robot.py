@@ -143,6 +143,9 @@ class Loops:
         """The whole conversion: states, actions and tasks too; hashes, fsync."""
         return lff.preprocess_robot(self.source, folder, image_size=SIZE).frames
 
+    def straight(self, folder: Path) -> int:
+        return lff.preprocess_robot(self.source, folder, image_size=SIZE, resume=False).frames
+
     def cases(self) -> list[Case]:
         """The group "prepare"."""
         forms = [("one VideoReformatter", self.reformatted), ("to_ndarray", self.to_ndarray)]
@@ -152,6 +155,7 @@ class Loops:
             Case("prepare", "PyAV reformat, no PIL", "none", partial(self.sequential, self.without_pil)),
             Case("prepare", "PyAV + PIL, seek per sample", "none", self.seeking),
             Case("prepare", "preprocess_robot", "xxh3, pts, counts", self.preprocess),
+            Case("prepare", "preprocess_robot, resume=False", "xxh3, pts, counts", self.straight),
         ]
         return cases
 

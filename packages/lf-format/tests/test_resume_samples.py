@@ -250,6 +250,19 @@ def test_two_runs_into_one_output_are_refused(
     assert parts_in(tmp_path / "out") == kept
 
 
+@pytest.mark.parametrize("make", [robot_v2, robot_v3])
+def test_without_parts_the_bytes_are_the_same(
+    make: Callable[[Path], list[str]], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = make(tmp_path)
+    with_parts = run(command, tmp_path / "parts", capsys)
+    straight = run([*command, "--no-resume"], tmp_path / "straight", capsys)
+    assert bytes_of(tmp_path / "straight") == bytes_of(tmp_path / "parts")
+    assert (straight["frames"], straight["notes"]) == (with_parts["frames"], with_parts["notes"])
+    lines = ["--input", _pairs(tmp_path), "--image-key", "image", "--no-resume"]
+    assert preprocess_cli.main([*lines, "--output", str(tmp_path / "no")]) == 2
+
+
 def test_a_refused_line_leaves_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_journal, "PART_BYTES", 1)
     command = pixels(tmp_path)

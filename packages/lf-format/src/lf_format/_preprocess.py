@@ -14,7 +14,6 @@ from typing import Any, Unpack
 import numpy as np
 import numpy.typing as npt
 
-from lf_format._atomic import sync_directory
 from lf_format._container import WriteReport
 from lf_format._convert_megatron import megatron_largest_id
 from lf_format._documents import (
@@ -34,6 +33,7 @@ from lf_format._journal import Journal
 from lf_format._layout import MAX_RECORD_TOKENS
 from lf_format._npz import largest_id, npz_members
 from lf_format._preprocess_options import Advance, OptionKeys, Options
+from lf_format._publish import publish
 from lf_format._records import check_mask, check_tokens
 from lf_format._schema import TokenizerInfo, token_dtype
 from lf_format._split import choose_eval, document_key, pieces
@@ -231,7 +231,7 @@ def _run(
             if job.options.eval_fraction:
                 writers["eval"] = _opened(stack, job, "eval")
             _distribute(journal.spool, writers, job, tally)
-            reports = _publish(writers, job.output_dir)
+            reports = publish(writers, job.output_dir, ".loongbin")
         return _report(reports, job, tally, journal)
 
 
@@ -300,16 +300,6 @@ def _hold_out_tail(
     for split, part in (("train", slice(0, cut)), ("eval", slice(cut, None))):
         _store(writers[split], ids[part], None if mask is None else mask[part], tally)
     tally.held_out = 1
-
-
-def _publish(writers: dict[str, Writer], output_dir: Path) -> dict[str, WriteReport]:
-    """Both files complete and durable first; then old outputs go, so that old and new never stand side by side."""
-    for writer in writers.values():
-        writer.seal()
-    for split in ("train", "eval"):
-        (output_dir / f"{split}.loongbin").unlink(missing_ok=True)
-    sync_directory(output_dir)
-    return {split: writers[split].close() for split in reversed(writers)}
 
 
 def _report(

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lf_format._atomic import check_output, sync_directory
+from lf_format._atomic import check_output
 from lf_format._container import WriteReport
 from lf_format._documents import stamps_digest
 from lf_format._errors import InputError
@@ -22,20 +22,20 @@ from lf_format._fields import Field
 from lf_format._journal import Journal
 from lf_format._lerobot import ACTION, STATE, Camera, Clip, Episode, RobotSet, read_robot_set
 from lf_format._options import CodecName, CodecOptions
+from lf_format._publish import SPLITS, publish
 from lf_format._records import DOCUMENT_END, DOCUMENT_START
-from lf_format._robot_columns import INDICES, Columns, relative_slices
+from lf_format._robot_columns import INDICES, Columns, relative_slices, task_ids
 from lf_format._robot_frames import ClipReader
 from lf_format._robot_options import RobotOptions, RobotReport
 from lf_format._sample_spool import SampleSpool
 from lf_format._split import choose_eval, document_key
-from lf_format._tokenizers import Tokenizer, load_tokenizer
+from lf_format._tokenizers import load_tokenizer
 from lf_format._video import RGB, FrameTable, frame_table, need
 from lf_format._writer import Writer
 
 Array = npt.NDArray[Any]
 BLOCK_BYTES = 1 << 20  # blocks are raw, so a record is read alone; larger ones cost less a frame to write
 BATCH_FRAMES = 256
-SPLITS = ("train", "eval")
 Progress = Callable[[int, int], None]
 Batch = tuple[dict[str, Any], Array]
 
@@ -53,6 +53,7 @@ def preprocess_robot(
     seed: int = 0,
     num_workers: int = 1,
     codec: CodecName | CodecOptions = "raw",
+    resume: bool = True,
     progress: Progress | None = None,
 ) -> RobotReport:
     """Writes `output`/train.lfg with one record per frame of a LeRobot v2.0, v2.1 or v3.0 data set.
@@ -74,6 +75,7 @@ def preprocess_robot(
         eval_fraction: or at least this share of the frames: episodes chosen by a hash of (seed, episode_index).
         num_workers: threads for decoding and resizing; the bytes written do not depend on it.
         codec: how blocks are stored: "raw", "zstd" or "auto".
+        resume: False writes straight into the files, without parts: the same bytes, and nothing to go on from.
         progress: called with (episodes, frames) decoded so far.
 
     Raises:
@@ -83,7 +85,14 @@ def preprocess_robot(
     coder = None if tokenizer is None else load_tokenizer(tokenizer)
     held = (frozenset(eval_episodes), eval_fraction, seed)
     options = RobotOptions(
-        image_size, action_horizon, tuple(relative_actions), coder, *held, num_workers, CodecOptions.of(codec)
+        image_size,
+        action_horizon,
+        tuple(relative_actions),
+        coder,
+        *held,
+        num_workers,
+        CodecOptions.of(codec),
+        resume,
     )
     robot = read_robot_set(Path(source))
     if ACTION not in robot.features:
@@ -114,7 +123,7 @@ class _Job:
         self.dropped: list[tuple[int, str]] = []
         self.notes: list[str] = []
         self.bases: dict[str, Fraction] = {}
-        self.task_ids = {} if options.tokenizer is None else _task_ids(robot.tasks, options.tokenizer)
+        self.task_ids = {} if options.tokenizer is None else task_ids(robot.tasks, options.tokenizer)
         self._tables: dict[Path, FrameTable] = {}
         self._ends: dict[Path, int] = {}
         self._rated: set[str] = set()
@@ -127,12 +136,9 @@ class _Job:
         for split in SPLITS[: 1 + bool(held)]:
             check_output(folder / f"{split}.lfg")
         self._note_surplus()
-        fields = self._fields(good[0])
-        with Journal(folder, self._key(source), partial(self._spool, fields), "episodes") as journal:
-            self.notes += journal.notes
-            self._decode(good, journal, progress)
-            frames = len(journal.spool)
-            outputs = self._write(journal.spool, held, folder, fields)
+        write = self._resumable if self.options.resume else self._straight
+        outputs = write(source, folder, good, held, progress)
+        frames = sum(report.records for report in outputs.values())
         cameras = tuple(c.name for c in self.robot.cameras)
         counts = (self.robot.version, len(good), frames, cameras, self.robot.skipped)
         coder = self.options.tokenizer
@@ -162,43 +168,77 @@ class _Job:
             "PyAV": need("av").__version__,
         }
 
+    def _resumable(
+        self,
+        source: Path,
+        folder: Path,
+        good: Sequence[Episode],
+        held: frozenset[int],
+        progress: Progress | None,
+    ) -> dict[str, WriteReport]:
+        """Everything into a spool, behind what an interrupted run left there, and from there into the files."""
+        fields = self._fields(good[0])
+        with Journal(folder, self._key(source), partial(self._spool, fields), "episodes") as journal:
+            self.notes += journal.notes
+            for _ in self._decode(good, journal.consumed, lambda _: journal.spool.writer, progress):
+                journal.count()
+            journal.commit()
+            at = [field.name for field in fields].index("episode_index")
+            with ExitStack() as stack:
+                writers = self._writers(stack, folder, fields, held)
+                for sample in journal.spool.samples():
+                    split = "eval" if int.from_bytes(sample.parts[at], "little") in held else "train"
+                    writers[split].append_stored(sample.parts, sample.length, sample.flags, sample.counts)
+                return publish(writers, folder, ".lfg")
+
+    def _straight(
+        self,
+        source: Path,
+        folder: Path,
+        good: Sequence[Episode],
+        held: frozenset[int],
+        progress: Progress | None,
+    ) -> dict[str, WriteReport]:
+        """Everything into the files."""
+        with ExitStack() as stack:
+            writers = self._writers(stack, folder, self._fields(good[0]), held)
+            for _ in self._decode(
+                good, 0, lambda e: writers["eval" if e.index in held else "train"], progress
+            ):
+                pass
+            return publish(writers, folder, ".lfg")
+
     def _decode(
-        self, good: Sequence[Episode], journal: Journal[SampleSpool], progress: Progress | None
-    ) -> None:
-        """Everything into the spool, behind what an interrupted run left there."""
+        self, good: Sequence[Episode], done: int, to: Callable[[Episode], Writer], progress: Progress | None
+    ) -> Iterator[Episode]:
+        """Writes the episodes behind the first `done`, and yields each when it is complete."""
         readers = {c.key: ClipReader(self.options.size, self.options.workers) for c in self.robot.cameras}
-        frames = len(journal.spool)
-        for k, episode in enumerate(good[journal.consumed :], journal.consumed + 1):
-            try:
-                for batch, flags in self._batches(episode, readers):
-                    journal.spool.writer.append_batch(batch, flags)
-            except InputError as error:
-                if not isinstance(error.document, int):
-                    raise
-                name = f"episode {episode.index}"  # the writer counts from the beginning of its part
-                raise InputError(
-                    error.what, document=name, position=error.position, expected=error.expected,
-                    found=error.found,
-                ) from None  # fmt: skip
-            journal.count()
+        frames = sum(e.length for e in good[:done])
+        for k, episode in enumerate(good[done:], done + 1):
+            self._append(to(episode), episode, readers)
             frames += episode.length
             if progress is not None:
                 progress(k, frames)
-        journal.commit()
+            yield episode
 
-    def _write(
-        self, spool: SampleSpool, held: frozenset[int], folder: Path, fields: Sequence[Field]
-    ) -> dict[str, WriteReport]:
-        with ExitStack() as stack:
-            writers = {
-                split: self._writer(stack, folder / f"{split}.lfg", fields)
-                for split in SPLITS[: 1 + bool(held)]
-            }
-            at = [field.name for field in fields].index("episode_index")
-            for sample in spool.samples():
-                split = "eval" if int.from_bytes(sample.parts[at], "little") in held else "train"
-                writers[split].append_stored(sample.parts, sample.length, sample.flags, sample.counts)
-            return _publish(writers, folder)
+    def _append(self, writer: Writer, episode: Episode, readers: Mapping[str, ClipReader]) -> None:
+        try:
+            for batch, flags in self._batches(episode, readers):
+                writer.append_batch(batch, flags)
+        except InputError as error:
+            if not isinstance(error.document, int):
+                raise
+            name = f"episode {episode.index}"  # the writer counts from the beginning of its file
+            raise InputError(
+                error.what, document=name, position=error.position, expected=error.expected,
+                found=error.found,
+            ) from None  # fmt: skip
+
+    def _writers(
+        self, stack: ExitStack, folder: Path, fields: Sequence[Field], held: frozenset[int]
+    ) -> dict[str, Writer]:
+        splits = SPLITS[: 1 + bool(held)]
+        return {split: self._writer(stack, folder / f"{split}.lfg", fields) for split in splits}
 
     def _held_out(self, good: Sequence[Episode]) -> frozenset[int]:
         """episode_index of the held-out episodes; never all."""
@@ -356,22 +396,3 @@ class _Job:
             action[:, :, of_action] -= columns[STATE][t, None, of_state]
         # A difference may be too large for float32, which the writer refuses; the columns are checked already.
         return action if self.slices else action.astype(np.float32)
-
-
-def _task_ids(tasks: Mapping[int, str], coder: Tokenizer) -> dict[int, Array]:
-    """Token ids of every task; InputError for a text without one."""
-    out = {index: coder.encode(text) for index, text in tasks.items()}
-    empty = [index for index, ids in out.items() if not len(ids)]
-    if empty or not out:
-        raise InputError("a task without a token", expected="a text in meta/tasks", found=empty)
-    return out
-
-
-def _publish(writers: dict[str, Writer], folder: Path) -> dict[str, WriteReport]:
-    """All files complete and durable first; then old ones go, so that old and new never stand side by side."""
-    for writer in writers.values():
-        writer.seal()
-    for split in SPLITS:
-        (folder / f"{split}.lfg").unlink(missing_ok=True)
-    sync_directory(folder)
-    return {split: writers[split].close() for split in reversed(writers)}

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from lf_format._errors import FormatError, InputError
 from lf_format._lerobot import ACTION, STATE, Episode, RobotSet
+from lf_format._tokenizers import Tokenizer
 from lf_format._video import need
 
 _KEYS = {"action": ACTION, "state": STATE}
@@ -126,3 +127,12 @@ def _part(robot: RobotSet, kind: str, name: str) -> slice:
         expected = f"0 <= start < end <= {_width(robot, kind)}"
         raise FormatError(f"columns of {kind} {name}", expected=expected, found=(start, end))
     return slice(start, end)
+
+
+def task_ids(tasks: Mapping[int, str], coder: Tokenizer) -> dict[int, Array]:
+    """Token ids of every task; InputError for a text without one."""
+    out = {index: coder.encode(text) for index, text in tasks.items()}
+    empty = [index for index, ids in out.items() if not len(ids)]
+    if empty or not out:
+        raise InputError("a task without a token", expected="a text in meta/tasks", found=empty)
+    return out

@@ -99,6 +99,12 @@ def _parser() -> argparse.ArgumentParser:
     add_robot("--action-horizon", type=int, help="actions in a record (default: 16)")
     add_robot("--eval-episodes", type=int, nargs="+", metavar="N", help="episodes for eval.lfg, whole")
     add_robot("--relative-actions", nargs="+", metavar="NAME", help="parts of modality.json, or all")
+    add_robot(
+        "--no-resume",
+        dest="resume",
+        action="store_false",
+        help="robot data without parts: faster, not continued",
+    )
     add("--json", action="store_true", help="print the report as JSON")
     return parser
 
@@ -127,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 Report = PreprocessReport | RobotReport | PairsReport
 # Options by kind of input; those of another kind are refused, never ignored.
 _ROBOT = {"image_size", "action_horizon", "relative_actions", "eval_episodes", "num_workers"}
-_ROBOT |= {"tokenizer", "eval_fraction", "seed"}
+_ROBOT |= {"tokenizer", "eval_fraction", "seed", "resume"}
 _PAIRS = {
     "image_key",
     "text_key",
@@ -138,7 +144,7 @@ _PAIRS = {
     "max_len",
     "num_workers",
 }
-_ONLY_SAMPLES = {"image_size", "action_horizon", "relative_actions", "eval_episodes", "image_key"}
+_ONLY_SAMPLES = {"image_size", "action_horizon", "relative_actions", "eval_episodes", "image_key", "resume"}
 
 
 def _run(inputs: list[str], output: str, options: dict[str, Any]) -> Report:
