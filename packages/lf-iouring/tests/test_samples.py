@@ -299,6 +299,8 @@ def test_one_field_of_a_token_file_can_be_had(tmp_path, write, load):
         batch = next(load(dataset, fields=["tokens"]))
         assert batch.loss_mask is None
         assert batch.tokens.shape == (8, 64)
+        with pytest.raises(LoaderError, match="pack="):
+            load(dataset, fields=["tokens"], pack=64)
         batch = next(load(dataset, fields=["loss_mask"]))
         assert batch.tokens is None
         assert batch["loss_mask"].shape == (8, 64)

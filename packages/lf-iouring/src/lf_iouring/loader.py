@@ -129,6 +129,10 @@ class LoongDataLoader:
             _in_range("shuffle_block_size", shuffle_block_size, 0)
         if pack is not None:
             _in_range("pack", pack, 0)
+            if fields is not None or deltas:
+                raise LoaderError(
+                    "fields= and deltas= do not go with pack=, which lays tokens and their loss mask"
+                )
         self.plan = make_plan(
             sources, weights, global_batch=global_batch, seed=seed, shuffle=shuffle, block=shuffle_block_size,
             pack=pack, pack_window=pack_window,
