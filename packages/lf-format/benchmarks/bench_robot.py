@@ -143,8 +143,8 @@ class Loops:
         """The whole conversion: states, actions and tasks too; hashes, fsync."""
         return lff.preprocess_robot(self.source, folder, image_size=SIZE).frames
 
-    def straight(self, folder: Path) -> int:
-        return lff.preprocess_robot(self.source, folder, image_size=SIZE, resume=False).frames
+    def in_parts(self, folder: Path) -> int:
+        return lff.preprocess_robot(self.source, folder, image_size=SIZE, resume=True).frames
 
     def cases(self) -> list[Case]:
         """The group "prepare"."""
@@ -155,7 +155,7 @@ class Loops:
             Case("prepare", "PyAV reformat, no PIL", "none", partial(self.sequential, self.without_pil)),
             Case("prepare", "PyAV + PIL, seek per sample", "none", self.seeking),
             Case("prepare", "preprocess_robot", "xxh3, pts, counts", self.preprocess),
-            Case("prepare", "preprocess_robot, resume=False", "xxh3, pts, counts", self.straight),
+            Case("prepare", "preprocess_robot, resume=True", "xxh3, pts, counts", self.in_parts),
         ]
         return cases
 

@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 import robot_sets as sets  # noqa: E402
 
 import lf_format as lff  # noqa: E402
-from lf_format import _journal, preprocess_cli  # noqa: E402
+from lf_format import _journal, _robot, preprocess_cli  # noqa: E402
 from lf_format._journal import FOLDER, PARTS, Journal  # noqa: E402
 from lf_format._sample_spool import SampleSpool  # noqa: E402
 
@@ -47,12 +47,13 @@ LINES, EMPTY = 12, 2  # the line of this index has no text
 def robot_v2(folder: Path) -> list[str]:
     root = sets.write_v2(folder / "set")
     held = ["--eval-episodes", "1", "--tokenizer", "bytes"]
-    return ["--input", str(root), "--image-size", "24", "40", *held]
+    return ["--input", str(root), "--image-size", "24", "40", "--resume", *held]
 
 
 def robot_v3(folder: Path) -> list[str]:
     """Episodes share videos, so that a continued run begins inside a file."""
-    return ["--input", str(sets.write_v3(folder / "set")), "--image-size", "0", "0", "--codec", "auto"]
+    more = ["--image-size", "0", "0", "--codec", "auto", "--resume"]
+    return ["--input", str(sets.write_v3(folder / "set")), *more]
 
 
 def _pairs(folder: Path) -> str:
@@ -261,6 +262,24 @@ def test_without_parts_the_bytes_are_the_same(
     assert (straight["frames"], straight["notes"]) == (with_parts["frames"], with_parts["notes"])
     lines = ["--input", _pairs(tmp_path), "--image-key", "image", "--no-resume"]
     assert preprocess_cli.main([*lines, "--output", str(tmp_path / "no")]) == 2
+
+
+def test_parts_are_made_where_they_are_worth_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class PartsError(Exception):
+        pass
+
+    def journal(*_: object) -> None:
+        raise PartsError
+
+    root = sets.write_v2(tmp_path / "set")
+    monkeypatch.setattr(_robot, "Journal", journal)
+    lff.preprocess_robot(root, tmp_path / "small", image_size=(8, 8))
+    with pytest.raises(PartsError):
+        lff.preprocess_robot(root, tmp_path / "asked", image_size=(8, 8), resume=True)
+    monkeypatch.setattr(_robot, "WORTH_PARTS", 8 * 8 * 3)
+    with pytest.raises(PartsError):
+        lff.preprocess_robot(root, tmp_path / "large", image_size=(8, 8))
+    lff.preprocess_robot(root, tmp_path / "straight", image_size=(8, 8), resume=False)
 
 
 def test_a_refused_line_leaves_no_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,9 +49,8 @@ def bars_of(rows: Sequence[Row]) -> list[report.Bar]:
         report.ratio_bar("of the memmap gather", 0.45, ours, [anchor]),
         report.ratio_bar("over torch DataLoader, no workers", 1.3, ours, of(["torch_loader"], IN_PROCESS)),
         report.ratio_bar("over sample-format libraries in-process", 5, ours, of(LIBRARIES, IN_PROCESS)),
-        report.ratio_bar(
-            "over loaders with worker processes", 20, ours, of([*LIBRARIES, "torch_loader"], WORKERS)
-        ),
+        report.ratio_bar("over them with worker processes", 20, ours, of(LIBRARIES, WORKERS)),
+        report.ratio_bar("over torch DataLoader with workers", None, ours, of(["torch_loader"], WORKERS)),
         report.ratio_bar("large batches, over libraries", None, large, of(LIBRARIES, LARGE)),
         report.ratio_bar("large batches, over torch DataLoader", None, large, of(["torch_loader"], LARGE)),
     ]

@@ -38,6 +38,8 @@ BLOCK_BYTES = 1 << 20  # blocks are raw, so a record is read alone; larger ones 
 BATCH_FRAMES = 256
 Progress = Callable[[int, int], None]
 Batch = tuple[dict[str, Any], Array]
+# Writing everything twice costs about a fifth of the speed; below this a run takes some ten seconds.
+WORTH_PARTS = 1 << 30
 
 
 def preprocess_robot(
@@ -53,7 +55,7 @@ def preprocess_robot(
     seed: int = 0,
     num_workers: int = 1,
     codec: CodecName | CodecOptions = "raw",
-    resume: bool = True,
+    resume: bool | None = None,
     progress: Progress | None = None,
 ) -> RobotReport:
     """Writes `output`/train.lfg with one record per frame of a LeRobot v2.0, v2.1 or v3.0 data set.
@@ -64,7 +66,7 @@ def preprocess_robot(
     `action_horizon` actions, the last one repeated past the end), `action_mask` (which are real),
     `episode_index`, `frame_index`, `task_index`, `task`. Flags mark the first and last frame of an episode.
     Frames are found by counting and checked by their time stamps; every video is decoded once. An interrupted run
-    goes on behind its last complete part when it is called again.
+    with parts goes on behind its last complete one when it is called again.
 
     Args:
         image_size: (height, width), bilinear and antialiased (`Scaler` in _video.py); None = as stored.
@@ -75,7 +77,9 @@ def preprocess_robot(
         eval_fraction: or at least this share of the frames: episodes chosen by a hash of (seed, episode_index).
         num_workers: threads for decoding and resizing; the bytes written do not depend on it.
         codec: how blocks are stored: "raw", "zstd" or "auto".
-        resume: False writes straight into the files, without parts: the same bytes, and nothing to go on from.
+        resume: True writes complete parts beside the output first, from which an interrupted run goes on; False writes
+            straight into the files: the same bytes, faster, and nothing to go on from. None = True for samples of
+            1 GiB or more, as they are decoded.
         progress: called with (episodes, frames) decoded so far.
 
     Raises:
@@ -136,7 +140,7 @@ class _Job:
         for split in SPLITS[: 1 + bool(held)]:
             check_output(folder / f"{split}.lfg")
         self._note_surplus()
-        write = self._resumable if self.options.resume else self._straight
+        write = self._resumable if self._in_parts(good) else self._straight
         outputs = write(source, folder, good, held, progress)
         frames = sum(report.records for report in outputs.values())
         cameras = tuple(c.name for c in self.robot.cameras)
@@ -145,6 +149,12 @@ class _Job:
         files = (outputs["train"], outputs.get("eval"), tuple(sorted(held)))
         info = None if coder is None else coder.info
         return RobotReport(*counts, tuple(self.dropped), tuple(self.notes), *files, info)
+
+    def _in_parts(self, good: Sequence[Episode]) -> bool:
+        if self.options.resume is not None:
+            return self.options.resume
+        sample = sum(field.nbytes_of(1) for field in self._fields(good[0]))
+        return sample * sum(episode.length for episode in good) >= WORTH_PARTS
 
     def _note_surplus(self) -> None:
         for video, end in self._ends.items():

@@ -55,7 +55,7 @@ class RobotOptions:
     seed: int
     workers: int
     codec: CodecOptions
-    resume: bool
+    resume: bool | None
 
     def __post_init__(self) -> None:
         self.codec.check_profile(PROFILE_LFG)

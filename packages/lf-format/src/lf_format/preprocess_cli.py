@@ -100,10 +100,9 @@ def _parser() -> argparse.ArgumentParser:
     add_robot("--eval-episodes", type=int, nargs="+", metavar="N", help="episodes for eval.lfg, whole")
     add_robot("--relative-actions", nargs="+", metavar="NAME", help="parts of modality.json, or all")
     add_robot(
-        "--no-resume",
-        dest="resume",
-        action="store_false",
-        help="robot data without parts: faster, not continued",
+        "--resume",
+        action=argparse.BooleanOptionalAction,
+        help="robot data in parts, so that a killed run goes on, or straight (default: parts for 1 GiB or more)",
     )
     add("--json", action="store_true", help="print the report as JSON")
     return parser

@@ -53,14 +53,16 @@ def prepare(job: Job) -> list[Case]:
     dropped = write(job, "cold")  # a file of its own, so that the others stay in the page cache
 
     def cold(engine: str) -> Case:
-        loading = Loading(job, dropped, COLD_BATCHES, cold=True, engine=engine)
+        # buffered: what is mapped does not leave the page cache
+        loading = Loading(job, dropped, COLD_BATCHES, cold=True, engine=engine, io="buffered")
         return Case(f"lf-iouring, {engine}", loading, COLD_BATCHES, COLD)
 
     return [
         Case("lf-iouring, raw", Loading(job, raw), QUEUED),
         Case("lf-iouring, zstd, decoded blocks kept", Loading(job, zstd), QUEUED),
         Case("lf-iouring, zstd, in file order", Loading(job, zstd, shuffle=False, cache_bytes=FEW), QUEUED),
-        Case("lf-iouring, raw, pread", Loading(job, raw, engine="pread"), QUEUED),
+        Case("lf-iouring, raw, not mapped", Loading(job, raw, io="buffered"), QUEUED),
+        Case("lf-iouring, raw, pread, not mapped", Loading(job, raw, engine="pread", io="buffered"), QUEUED),
         Case("lf-iouring, raw, python", Loading(job, raw, engine="python"), QUEUED),
         Case("lf-iouring, raw, unchecked", Loading(job, raw, verify=False), QUEUED),
         Case("lf-iouring, raw", Loading(job, raw, MANY), QUEUED * MANY, LARGE),
