@@ -1,6 +1,7 @@
 """Batches in flight, in the order of the plan: what padded and packed rows have in common."""
 
 import time
+from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Sequence
 from typing import Generic, Protocol, TypeVar
@@ -23,7 +24,7 @@ F = TypeVar("F", bound=Flight)
 B = TypeVar("B")
 
 
-class InFlight(Generic[F, B]):
+class InFlight(ABC, Generic[F, B]):
     """Reads ahead in plan order and hands out finished batches.
 
     Not thread-safe; the loader locks. Everything here belongs to one process.
@@ -85,10 +86,10 @@ class InFlight(Generic[F, B]):
         self._flying.clear()
         self.pool.close(force=True)
 
+    @abstractmethod
     def _start(self, end: int | None) -> bool:
         """Append the flight of batch `_next`; False where that lies behind the end, or has to wait."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _deliver(self, flight: F) -> B:
         """The batch of a flight that has landed."""
-        raise NotImplementedError

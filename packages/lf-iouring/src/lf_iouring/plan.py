@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -45,7 +46,7 @@ class Window:
     ids: Ids
 
 
-class BatchPlan:
+class BatchPlan(ABC):
     """What a plan of numbered batches has whatever its order; subclasses set the attributes."""
 
     buckets: tuple[int, ...]
@@ -56,9 +57,9 @@ class BatchPlan:
     records: int
     steps_per_epoch: int
 
+    @abstractmethod
     def window(self, first_step: int, count: int, rows: slice = slice(None)) -> Window:
         """`count` consecutive batches at once, or only some rows of each; much cheaper than one by one."""
-        raise NotImplementedError
 
     def batch(self, step: int) -> BatchSpec:
         """The batch of a step (>= 0, endless: epochs follow each other)."""
@@ -88,9 +89,9 @@ class BatchPlan:
         require_same(state, self.state(step))
         return step
 
+    @abstractmethod
     def _params(self) -> dict[str, Any]:
         """What else names the order."""
-        raise NotImplementedError
 
 
 class Plan(BatchPlan):
