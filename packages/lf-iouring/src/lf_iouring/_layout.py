@@ -125,7 +125,7 @@ class SlotLayout:
 
     Attributes:
         values: what is delivered, in the order of the slot.
-        by_name: the same by name.
+        by_name, number: the same by name, and the place of each in `values`.
         token_field, mask_field: names of the main token ids and of the loss mask, None where not delivered.
         token_rows: whether all there is are the padded tokens, and perhaps the loss mask, of a .loongbin.
         times: all steps in time, ascending: a row reads one record for each.
@@ -152,6 +152,7 @@ class SlotLayout:
         ]
         self.values = tuple(sorted(values, key=lambda value: value.form == "joined"))
         self.by_name = {value.name: value for value in self.values}
+        self.number = {value.name: number for number, value in enumerate(self.values)}
         self.token_field = main if main in chosen else None
         self.mask_field = next(
             (f.name for f in dataset.fields if f.role == "loss_mask" and f.name in chosen), None
@@ -165,6 +166,11 @@ class SlotLayout:
         self.kinds = np.array([BITS if f.kind == "bits" else COPY for f in dataset.fields], np.uint8)
         self.kinds[[value.stored for value in self.values if value.form == "joined"]] |= JOIN
         self.first_coding = _first_codings(dataset)
+        self._ragged = np.array([[field.ragged] for field in dataset.fields])
+        # values of one step of a field, or of a whole value where that has no steps
+        self._step_items = np.array(
+            [[math.prod(f.shape[1:] if f.ragged else f.shape)] for f in dataset.fields], np.uint32
+        )
         self._fields = len(names)
 
     def slot_bytes(self, rows: int, edge: int) -> int:
@@ -191,6 +197,10 @@ class SlotLayout:
         if self.episodes is None:
             return ids
         return self.episodes.neighbours(ids, self.times).reshape(len(ids), -1)
+
+    def items(self, counts: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+        """Values of every field, from its steps: uint32[fields, n] both."""
+        return np.where(self._ragged, counts, np.uint32(1)) * self._step_items
 
     def places(self, edges: Ids, rows: int, counts: npt.NDArray[np.uint32]) -> Places:
         """Where everything goes.

@@ -1,6 +1,5 @@
 """Where the rows of consecutive batches lie on disk and in their slots: plain arrays that every engine reads."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -103,8 +102,7 @@ def locate(dataset: Any, layout: SlotLayout, ids: Ids, edges: Ids, *, verify: bo
         used, place = np.unique(found.block[coded], return_inverse=True)
         block[at[coded]] = place + sum(map(len, tables))
         tables.append(_table(reader, used, layout.first_coding[number]))
-    ragged = np.array([field.ragged for field in dataset.fields])
-    items = np.where(ragged[:, None], counts, 1).astype(np.uint32) * _step_items(dataset.fields)[:, None]
+    items = layout.items(counts)
     places = layout.places(edges, ids.shape[1], counts)
     blocks = np.concatenate(tables) if tables else np.zeros(0, BLOCK)
     return Reads(
@@ -133,8 +131,3 @@ def _table(reader: Any, numbers: Ids, first_coding: int) -> npt.NDArray[Any]:
     table["offset"], table["fd"] = blocks.payload, reader.fileno()
     table["coding"] = first_coding + blocks.dictionary
     return table
-
-
-def _step_items(fields: Any) -> npt.NDArray[np.uint32]:
-    """Values of one step of each field, or of a whole value where that has no steps, uint32[fields]."""
-    return np.array([math.prod(f.shape[1:] if f.ragged else f.shape) for f in fields], np.uint32)

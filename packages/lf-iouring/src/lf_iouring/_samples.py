@@ -90,7 +90,7 @@ class SampleBatch(Batch):
         )  # fmt: skip
 
     def _cut(self, value: Value, slot: Slot) -> Any:
-        start = self._starts[self._layout.values.index(value)]
+        start = self._starts[self._layout.number[value.name]]
         if value.form != "joined":
             shape = value.array_shape(len(self._ids), self.edge)
             return self._convert(slot.view(shape, value.dtype, start))
