@@ -234,6 +234,12 @@ def test_batches_do_not_depend_on_threads_and_resume(samples, load):
         ({"deltas": {"camera": []}}, "ascending"),
         ({"deltas": {"camera": [0, -1]}}, "ascending"),
         ({"deltas": {"camera": [0.5]}}, "ascending"),
+        ({"deltas": {"camera": [-(10**30)]}}, "ascending"),
+        ({"deltas": ["camera"]}, "mapping"),
+        ({"seed": "a"}, "seed"),
+        ({"seed": 1.0}, "seed"),
+        ({"global_batch": True}, "global_batch"),
+        ({"global_batch": 8.0}, "global_batch"),
         ({"deltas": {"camera": 5}}, "ascending"),
         ({"pack": 64}, "pack="),
         ({"cache_bytes": -1}, "cache_bytes"),
@@ -241,7 +247,7 @@ def test_batches_do_not_depend_on_threads_and_resume(samples, load):
 )
 def test_wrong_options_are_refused(samples, options, message):
     with pytest.raises(LoaderError, match=message):
-        LoongDataLoader(samples, global_batch=8, **options)
+        LoongDataLoader(samples, **{"global_batch": 8} | options)
 
 
 def test_an_outlier_that_needs_more_memory_than_there_is_names_its_field(tmp_path):

@@ -112,6 +112,7 @@ class Places(NamedTuple):
     offsets: dict[str, Ids]
 
 
+_FAR = 1 << 32  # steps in time; sums with record numbers stay inside 64 bits
 NOWHERE = np.uint64(0xFFFFFFFFFFFFFFFF)
 
 
@@ -143,6 +144,8 @@ class SlotLayout:
     ) -> None:
         names = [field.name for field in dataset.fields]
         chosen = _chosen(names, fields)
+        if deltas is not None and not isinstance(deltas, Mapping):
+            raise LoaderError(f"deltas={deltas!r}: a mapping from names of fields to steps in time")
         steps = {name: _steps(name, chosen, given) for name, given in (deltas or {}).items()}
         main = next((f.name for f in dataset.fields if f.kind == "tokens"), None)
         values = [
@@ -260,7 +263,7 @@ def _steps(name: str, chosen: set[str], given: Sequence[int]) -> tuple[int, ...]
     if name not in chosen:
         raise LoaderError(f"deltas of {name!r}: the batch has {sorted(chosen)}")
     steps = tuple(given) if isinstance(given, Sequence) else ()
-    whole = all(isinstance(step, int) and not isinstance(step, bool) for step in steps)
+    whole = all(isinstance(step, int) and not isinstance(step, bool) and abs(step) <= _FAR for step in steps)
     if not steps or not whole or list(steps) != sorted(set(steps)):
         raise LoaderError(
             f"deltas of {name!r}: {given!r} must be a list of ascending integers, 0 for the record itself"

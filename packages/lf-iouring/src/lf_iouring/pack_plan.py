@@ -16,7 +16,7 @@ from ._permute import Ids
 from .mixing import Mixture
 from .pack_window import PackedWindow, WindowPacker
 from .packing import Packing
-from .plan import STATE_VERSION, counter, rank_rows, require_same
+from .plan import STATE_VERSION, counter, rank_rows, require_same, whole
 
 # The last batch of a window is half empty on average: 0.5 / 64 = 0.8 % of the rows.
 _WINDOW_BATCHES = 64
@@ -68,7 +68,8 @@ class PackPlan:
         shuffle: bool = True, fingerprint: str = "", window: int | None = None, blocks: Sequence[int] | None = None,
     ) -> None:  # fmt: skip
         self.buckets = (int(capacity),)
-        self.global_batch, self.seed, self.shuffle = int(global_batch), int(seed), bool(shuffle)
+        self.global_batch, self.seed = whole("global_batch", global_batch), whole("seed", seed)
+        self.shuffle = bool(shuffle)
         self.fingerprint = str(fingerprint)
         tokens = [int(np.sum(sizes, dtype=np.int64)) for sizes in lengths]
         _check(self, tokens, mixture, window)

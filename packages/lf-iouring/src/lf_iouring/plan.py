@@ -2,6 +2,7 @@
 
 import hashlib
 import itertools
+import operator
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -134,8 +135,8 @@ class Plan(BatchPlan):
             bucket_of if bucket_of is None or isinstance(bucket_of, BucketRuns) else BucketRuns.of(bucket_of)
         )
         self.buckets = tuple(int(edge) for edge in buckets)
-        self.global_batch = int(global_batch)
-        self.seed = int(seed)
+        self.global_batch = whole("global_batch", global_batch)
+        self.seed = whole("seed", seed)
         self.shuffle = bool(shuffle)
         self.fingerprint = str(fingerprint)
         self.records = _count(sizes, runs, records)
@@ -224,6 +225,16 @@ class Plan(BatchPlan):
         if not self.shuffle:
             return positions
         return permute(positions, n, seed=self.seed, epoch=epoch, stream=stream)
+
+
+def whole(name: str, value: Any) -> int:
+    """`value` as an int; PlanError for anything that is not an integer."""
+    try:
+        if not isinstance(value, bool):
+            return operator.index(value)
+    except TypeError:
+        pass
+    raise PlanError(f"{name}={value!r}: it must be an integer")
 
 
 def rank_rows(global_batch: int, rank: int, world: int) -> slice:
