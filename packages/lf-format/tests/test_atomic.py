@@ -289,3 +289,5 @@ def test_the_writer_needs_two_descriptors_at_most(tmp_path: Path) -> None:
             writer.append([1])
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    with lff.Reader(tmp_path / "a.loongbin") as reader:
+        assert reader.record(0).tokens.tolist() == [1]

@@ -49,16 +49,18 @@ def _refused(path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    [n for n in lay.Header._fields if n not in ("uuid", "tokenizer_name", "tokenizer_hash", "creator")],
+    # unknown bits of the last three are read by definition, see the test below
+    sorted(
+        set(lay.Header._fields)
+        - {"uuid", "tokenizer_name", "tokenizer_hash", "creator", "compat", "ro_compat", "minor"}
+    ),
 )
 def test_hostile_header_numbers_are_refused(write: Write, name: str, tmp_path: Path) -> None:
     path = write([[1, 2, 200]])
     with lff.Reader(path) as reader:
         honest = getattr(reader.opened.header, name)
-    limit = 2**16 if name in ("major", "minor") else 2**32 if name == "profile" else 2**64
+    limit = 2**16 if name == "major" else 2**32 if name == "profile" else 2**64
     for value in (v for v in U64_EXTREMES if v < limit and v != honest):
-        if name in ("compat", "ro_compat", "minor"):
-            continue  # unknown bits of these are read by definition, see the test below
         copy = Path(shutil.copy(path, tmp_path / "hostile.loongbin"))
         _sealed(copy, header={name: value})
         _refused(copy)

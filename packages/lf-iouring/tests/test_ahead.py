@@ -111,9 +111,11 @@ def test_a_signal_ends_the_wait_while_the_value_is_being_computed():
 def test_the_thread_ends_with_its_object():
     ahead = Ahead(lambda number: number, keep=1)
     ahead.get(1)
+    assert "lf-<lambda>" in {thread.name for thread in threading.enumerate()}
     del ahead
     gc.collect()
     joined("lf-<lambda>")
+    assert "lf-<lambda>" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_forked_child_computes_with_a_thread_of_its_own(in_fork):

@@ -328,6 +328,8 @@ def test_closing_does_not_wait_for_a_window_being_packed(mixed, monkeypatch):
     loader._pipeline._staged._ask(0)
     packing.wait()
     loader.close()
+    with pytest.raises(LoaderError, match="closed"):
+        next(loader)
     gate.set()
 
 
