@@ -15,8 +15,8 @@ from lf_format._pairs import PairsReport, preprocess_pairs
 from lf_format._preprocess import PreprocessReport, preprocess, preprocess_documents
 from lf_format._preprocess_options import Advance
 from lf_format._reader import Reader
-from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record
-from lf_format._robot import frame_pairs, preprocess_robot
+from lf_format._records import DOCUMENT_END, DOCUMENT_START, Record, frame_pairs
+from lf_format._robot import preprocess_robot
 from lf_format._robot_options import RobotReport
 from lf_format._salvage import SalvageReport, salvage
 from lf_format._schema import TokenizerInfo

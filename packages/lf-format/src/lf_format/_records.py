@@ -124,3 +124,14 @@ def _not_integers(given: object, ids: Array, document: object) -> InputError:
 
 def _is_id(value: object) -> bool:
     return isinstance(value, (int, np.integer)) and not isinstance(value, bool) and 0 <= int(value) < 1 << 63
+
+
+def frame_pairs(flags: Array, ids: Array) -> npt.NDArray[np.int64]:
+    """Record ids of the frame before and of each frame, int64[n, 2]; the first of an episode pairs with itself.
+
+    Args:
+        flags: of the file or data set, uint8[records].
+        ids: records, integers [n].
+    """
+    rows = np.asarray(ids, np.int64)
+    return np.stack([rows - ((flags[rows] & DOCUMENT_START) == 0), rows], 1)

@@ -9,7 +9,7 @@ from fractions import Fraction
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -106,15 +106,14 @@ def preprocess_robot(
     return job.run(Path(source), Path(output), progress)
 
 
-def frame_pairs(flags: Array, ids: Array) -> npt.NDArray[np.int64]:
-    """Record ids of the frame before and of each frame, int64[n, 2]; the first of an episode pairs with itself.
+class _Work(NamedTuple):
+    """What one run writes: the episodes that passed, and those of them to hold out."""
 
-    Args:
-        flags: of the file or data set, uint8[records].
-        ids: records, integers [n].
-    """
-    rows = np.asarray(ids, np.int64)
-    return np.stack([rows - ((flags[rows] & DOCUMENT_START) == 0), rows], 1)
+    source: Path
+    folder: Path
+    good: Sequence[Episode]
+    held: frozenset[int]
+    progress: Progress | None
 
 
 class _Job:
@@ -141,7 +140,7 @@ class _Job:
             check_output(folder / f"{split}.lfg")
         self._note_surplus()
         write = self._resumable if self._in_parts(good) else self._straight
-        outputs = write(source, folder, good, held, progress)
+        outputs = write(_Work(source, folder, good, held, progress))
         frames = sum(report.records for report in outputs.values())
         cameras = tuple(c.name for c in self.robot.cameras)
         counts = (self.robot.version, len(good), frames, cameras, self.robot.skipped)
@@ -178,57 +177,41 @@ class _Job:
             "PyAV": need("av").__version__,
         }
 
-    def _resumable(
-        self,
-        source: Path,
-        folder: Path,
-        good: Sequence[Episode],
-        held: frozenset[int],
-        progress: Progress | None,
-    ) -> dict[str, WriteReport]:
+    def _resumable(self, work: _Work) -> dict[str, WriteReport]:
         """Everything into a spool, behind what an interrupted run left there, and from there into the files."""
-        fields = self._fields(good[0])
-        with Journal(folder, self._key(source), partial(self._spool, fields), "episodes") as journal:
+        fields = self._fields(work.good[0])
+        with Journal(
+            work.folder, self._key(work.source), partial(self._spool, fields), "episodes"
+        ) as journal:
             self.notes += journal.notes
-            for _ in self._decode(good, journal.consumed, lambda _: journal.spool.writer, progress):
+            for _ in self._decode(work, journal.consumed, lambda _: journal.spool.writer):
                 journal.count()
             journal.commit()
             at = [field.name for field in fields].index("episode_index")
             with ExitStack() as stack:
-                writers = self._writers(stack, folder, fields, held)
+                writers = self._writers(stack, work.folder, fields, work.held)
                 for sample in journal.spool.samples():
-                    split = "eval" if int.from_bytes(sample.parts[at], "little") in held else "train"
+                    split = "eval" if int.from_bytes(sample.parts[at], "little") in work.held else "train"
                     writers[split].append_stored(sample.parts, sample.length, sample.flags, sample.counts)
-                return publish(writers, folder, ".lfg")
+                return publish(writers, work.folder, ".lfg")
 
-    def _straight(
-        self,
-        source: Path,
-        folder: Path,
-        good: Sequence[Episode],
-        held: frozenset[int],
-        progress: Progress | None,
-    ) -> dict[str, WriteReport]:
+    def _straight(self, work: _Work) -> dict[str, WriteReport]:
         """Everything into the files."""
         with ExitStack() as stack:
-            writers = self._writers(stack, folder, self._fields(good[0]), held)
-            for _ in self._decode(
-                good, 0, lambda e: writers["eval" if e.index in held else "train"], progress
-            ):
+            writers = self._writers(stack, work.folder, self._fields(work.good[0]), work.held)
+            for _ in self._decode(work, 0, lambda e: writers["eval" if e.index in work.held else "train"]):
                 pass
-            return publish(writers, folder, ".lfg")
+            return publish(writers, work.folder, ".lfg")
 
-    def _decode(
-        self, good: Sequence[Episode], done: int, to: Callable[[Episode], Writer], progress: Progress | None
-    ) -> Iterator[Episode]:
+    def _decode(self, work: _Work, done: int, to: Callable[[Episode], Writer]) -> Iterator[Episode]:
         """Writes the episodes behind the first `done`, and yields each when it is complete."""
         readers = {c.key: ClipReader(self.options.size, self.options.workers) for c in self.robot.cameras}
-        frames = sum(e.length for e in good[:done])
-        for k, episode in enumerate(good[done:], done + 1):
+        frames = sum(e.length for e in work.good[:done])
+        for k, episode in enumerate(work.good[done:], done + 1):
             self._append(to(episode), episode, readers)
             frames += episode.length
-            if progress is not None:
-                progress(k, frames)
+            if work.progress is not None:
+                work.progress(k, frames)
             yield episode
 
     def _append(self, writer: Writer, episode: Episode, readers: Mapping[str, ClipReader]) -> None:
