@@ -126,3 +126,14 @@ def test_damaged_meta_is_one_input_error(tmp_path: Path, name: str, text: str) -
     (sets.write_v2(tmp_path / "set") / "meta" / name).write_text(text)
     with pytest.raises(lff.InputError, match="meta/ is incomplete"):
         lff.preprocess_robot(tmp_path / "set", tmp_path / "out", image_size=SIZE)
+
+
+@pytest.mark.parametrize("name", ["episode_index", "length"])
+def test_numbers_of_episodes_are_not_rounded(tmp_path: Path, name: str) -> None:
+    root = sets.write_v2(tmp_path / "set")
+    path = root / "meta" / "episodes.jsonl"
+    rows = [json.loads(line) for line in path.read_text().splitlines()]
+    rows[0][name] += 0.5
+    path.write_text("\n".join(map(json.dumps, rows)))
+    with pytest.raises(lff.InputError, match="where an integer belongs"):
+        lff.preprocess_robot(root, tmp_path / "out", image_size=SIZE)

@@ -172,15 +172,23 @@ def _height_width(feature: Mapping[str, Any]) -> tuple[int, int]:
     return int(shape[0]), int(shape[1])
 
 
+def _whole(value: Any) -> int:
+    """An integer of meta/, also where it was written as 3.0; ValueError for 3.5."""
+    number = int(value)
+    if number != float(value):
+        raise ValueError(f"{value!r} where an integer belongs")
+    return number
+
+
 def _episodes_v2(folder: Path, info: Mapping[str, Any], cameras: list[Camera]) -> Iterator[Episode]:
     for row in _lines(folder / "meta" / "episodes.jsonl"):
-        index = int(row["episode_index"])
-        where = {"episode_chunk": index // int(info["chunks_size"]), "episode_index": index}
+        index = _whole(row["episode_index"])
+        where = {"episode_chunk": index // _whole(info["chunks_size"]), "episode_index": index}
         clips = {}
         for camera in cameras:
             path = folder / info["video_path"].format(video_key=camera.key, **where)
             clips[camera.key] = Clip(path, 0, None)
-        yield Episode(index, int(row["length"]), folder / info["data_path"].format(**where), clips)
+        yield Episode(index, _whole(row["length"]), folder / info["data_path"].format(**where), clips)
 
 
 def _episodes_v3(folder: Path, info: Mapping[str, Any], cameras: list[Camera]) -> Iterator[Episode]:
@@ -190,10 +198,10 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], cameras: list[Camera]) -
         table = pq.read_table(path)
         wanted = [c for c in table.column_names if not c.startswith("stats/")]
         rows += table.select(wanted).to_pylist()
-    rows.sort(key=lambda r: int(r["episode_index"]))
+    rows.sort(key=lambda r: _whole(r["episode_index"]))
     starts = {camera.key: _starts(rows, camera.key) for camera in cameras}
     for k, row in enumerate(rows):
-        chunk, number = int(row["data/chunk_index"]), int(row["data/file_index"])
+        chunk, number = _whole(row["data/chunk_index"]), _whole(row["data/file_index"])
         table_path = folder / info["data_path"].format(chunk_index=chunk, file_index=number)
         clips = {}
         for camera in cameras:
@@ -201,12 +209,12 @@ def _episodes_v3(folder: Path, info: Mapping[str, Any], cameras: list[Camera]) -
             if row.get(f"{prefix}file_index") is None:
                 continue
             at = {
-                "chunk_index": int(row[f"{prefix}chunk_index"]),
-                "file_index": int(row[f"{prefix}file_index"]),
+                "chunk_index": _whole(row[f"{prefix}chunk_index"]),
+                "file_index": _whole(row[f"{prefix}file_index"]),
             }
             path = folder / info["video_path"].format(video_key=camera.key, **at)
             clips[camera.key] = Clip(path, starts[camera.key][k], float(row[f"{prefix}from_timestamp"]))
-        yield Episode(int(row["episode_index"]), int(row["length"]), table_path, clips)
+        yield Episode(_whole(row["episode_index"]), _whole(row["length"]), table_path, clips)
 
 
 def _starts(rows: list[dict[str, Any]], key: str) -> dict[int, int]:
