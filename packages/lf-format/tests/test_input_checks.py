@@ -166,3 +166,13 @@ def test_error_attributes_survive_pickling() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is lff.InputError
     assert (str(copy), vars(copy)) == (str(error), vars(error))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"buckets": (1.5,)}, {"buckets": ("a",)}, {"vocab_size": 1.5}, {"vocab_size": "3"}]
+)
+def test_sizes_that_are_not_integers_are_refused(tmp_path: Path, wrong: dict[str, Any]) -> None:
+    options: dict[str, Any] = {"vocab_size": 256, "buckets": (8,), "tokenizer": lff.ByteTokenizer().info}
+    with pytest.raises(lff.FormatError, match="integers"):
+        lff.Writer(tmp_path / "a.loongbin", **options | wrong)
+    assert list(tmp_path.iterdir()) == []

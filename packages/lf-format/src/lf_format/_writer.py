@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import operator
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, repeat
 from pathlib import Path
@@ -72,6 +73,8 @@ class Writer:
             raise FormatError("block_bytes", expected=f"1..{lay.MAX_BLOCK_BYTES}", found=block_bytes)
         if uuid is not None and len(uuid) != 16:
             raise FormatError("uuid", expected="16 bytes", found=len(uuid))
+        if vocab_size is not None:
+            (vocab_size,) = _integers("vocabulary size", [vocab_size])
         self._schema = _schema(vocab_size, tokenizer, buckets, loss_mask, fields, meta)
         self._options = CodecOptions.of(codec)
         self._options.check_profile(self._schema.profile)
@@ -305,11 +308,18 @@ def _schema(
             raise FormatError(
                 "arguments of a .loongbin", expected="vocab_size, tokenizer and buckets; meta needs fields"
             )
-        return Schema.of(vocab_size, tuple(int(e) for e in buckets), loss_mask)
+        return Schema.of(vocab_size, _integers("bucket edges", buckets), loss_mask)
     tokens = next((f for f in fields if f.kind == "tokens"), None)
     if loss_mask or (tokens is not None and vocab_size is None):
         raise FormatError("arguments of a .lfg", expected="a mask as a field; vocab_size with token fields")
     if buckets is None and tokens is not None and tokens.ragged:
         raise FormatError("arguments of a .lfg", expected="buckets, because the number of ids differs")
     edges = buckets or ((tokens.shape[0],) if tokens is not None else (1,))
-    return Schema.of_samples(tuple(fields), vocab_size or 1, tuple(int(e) for e in edges), meta or {})
+    return Schema.of_samples(tuple(fields), vocab_size or 1, _integers("bucket edges", edges), meta or {})
+
+
+def _integers(what: str, values: Iterable[object]) -> tuple[int, ...]:
+    try:
+        return tuple(operator.index(value) for value in values)  # type: ignore[arg-type]
+    except TypeError:
+        raise FormatError(what, expected="integers", found=values) from None
