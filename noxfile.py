@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import signal
 import sys
 import tomllib
 from pathlib import Path
@@ -39,6 +40,8 @@ nox.options.error_on_missing_interpreters = True
 nox.needs_version = ">=2024.4"
 # Two busy cores: spinning OpenMP threads cost 14-27x; has to be set before torch is imported.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+# A shell's background jobs inherit an ignored SIGINT, and tests of Ctrl-C would wait for ever.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def _fingerprint(packages: list[str]) -> str:
