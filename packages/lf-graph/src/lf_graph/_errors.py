@@ -1,0 +1,47 @@
+"""Errors of lf-graph. Each carries what happened as attributes and says what to do."""
+
+from __future__ import annotations
+
+
+class GraphError(Exception):
+    """Base of everything this package raises on purpose."""
+
+
+class GraphCaptureError(GraphError):
+    """A function cannot be captured.
+
+    Attributes:
+        op: the operation, such as ``aten._local_scalar_dense`` (``.item()``).
+        where: ``file:line`` of the user's code that called it, or "" when it is not known.
+        why: the reason, one sentence.
+        fix: what to write instead.
+    """
+
+    def __init__(self, op: str, where: str, why: str, fix: str) -> None:
+        self.op, self.where, self.why, self.fix = op, where, why, fix
+        place = f" at {where}" if where else ""
+        super().__init__(f"{op}{place}: {why}; {fix}")
+
+
+class SignatureError(GraphError):
+    """A replay was called with inputs that the graph was not captured for; lists each difference as old -> new."""
+
+    def __init__(self, name: str, differences: list[str]) -> None:
+        self.name, self.differences = name, differences
+        super().__init__(f"{name} was captured for other inputs: {'; '.join(differences)}")
+
+
+class AddressError(GraphError):
+    """Memory a graph uses by address was replaced (a parameter, a gradient or a buffer)."""
+
+
+class StaleReplayError(GraphError):
+    """A backward came after its forward's saved tensors were overwritten by another replay."""
+
+
+class BudgetError(GraphError):
+    """A capture would exceed the byte budget or the number of graphs allowed."""
+
+
+class ClosedError(GraphError):
+    """Use after ``close()``."""
