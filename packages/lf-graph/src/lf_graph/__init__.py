@@ -1,5 +1,7 @@
 """Training steps as CUDA graphs, captured in pieces and checked before capture."""
 
+from lf_graph._capture import Captured, capture
+from lf_graph._chain import Chain, Eager
 from lf_graph._errors import (
     AddressError,
     BudgetError,
@@ -9,15 +11,25 @@ from lf_graph._errors import (
     SignatureError,
     StaleReplayError,
 )
+from lf_graph._pool import GraphPool
+from lf_graph._segment import Piece
+from lf_graph._stats import GraphStats
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AddressError",
     "BudgetError",
+    "Captured",
+    "Chain",
     "ClosedError",
+    "Eager",
     "GraphCaptureError",
     "GraphError",
+    "GraphPool",
+    "GraphStats",
+    "Piece",
     "SignatureError",
     "StaleReplayError",
+    "capture",
 ]

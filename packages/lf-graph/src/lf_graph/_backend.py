@@ -13,6 +13,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch
 
+from lf_graph._errors import GraphError
+
 T = TypeVar("T")
 
 
@@ -43,12 +45,24 @@ class Graph(Protocol):
 class Stream(Protocol):
     """An ordered queue of device work; the recorder's streams do nothing, because it runs everything in order."""
 
-    def wait(self, other: Stream) -> None:
+    def wait(self, other: Any) -> None:
         """Let later work here start after everything queued on ``other`` so far."""
         ...
 
     def use(self) -> AbstractContextManager[None]:
         """Queue on this stream inside the ``with`` block."""
+        ...
+
+
+class Recording(Protocol):
+    """A capture in progress."""
+
+    def end(self) -> Graph:
+        """Stop; the graph is ready to replay."""
+        ...
+
+    def abort(self) -> None:
+        """Stop and undo; never raises."""
         ...
 
 
@@ -61,6 +75,11 @@ class Backend(Protocol):
         ...
 
     @property
+    def executes_captures(self) -> bool:
+        """Whether a captured function also runs during its capture (recorder), or is only written down (CUDA)."""
+        ...
+
+    @property
     def device(self) -> torch.device:
         """The device with its index."""
         ...
@@ -69,12 +88,24 @@ class Backend(Protocol):
         """A memory pool that several graphs may share when they never run at the same time."""
         ...
 
-    def capture(self, fn: Callable[[], T], pool: Any, stream: Stream | None = None) -> tuple[Graph, T]:
+    def begin(self, pool: Any) -> Recording:
+        """Start a capture by hand, for code that changes graphs in the middle of a function."""
+        ...
+
+    def capture(self, fn: Callable[[], T], pool: Any) -> tuple[Graph, T]:
         """Run ``fn`` once under capture; returns the graph and what ``fn`` returned (tensors at fixed addresses).
 
         On any error the capture is undone, nothing stays allocated, and the error is raised: operations that
         cannot be captured as :class:`GraphCaptureError`, everything else as it is.
         """
+        ...
+
+    def preparing(self) -> AbstractContextManager[None]:
+        """Queue warm-up work where captures will queue theirs; later work of the caller waits for it."""
+        ...
+
+    def watch_peak(self) -> Callable[[], int]:
+        """Start watching memory; the result tells the highest rise in bytes since (0 where nobody counts)."""
         ...
 
     def is_capturing(self) -> bool:
@@ -85,12 +116,16 @@ class Backend(Protocol):
         """The stream the caller queues on."""
         ...
 
-    def new_stream(self) -> Stream:
-        """Another stream of this device."""
+    def new_stream(self, priority: int = 0) -> Stream:
+        """Another stream of this device; a lower number is more urgent."""
         ...
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""
+        ...
+
+    def allocated_bytes(self) -> int:
+        """Device memory in live tensors; 0 where nobody counts."""
         ...
 
     def reserved_bytes(self) -> int:
@@ -108,3 +143,34 @@ class Backend(Protocol):
     def named(self, name: str) -> AbstractContextManager[None]:
         """A named range in the profiler (NVTX on CUDA)."""
         ...
+
+
+def backend_for(device: torch.device) -> Backend:
+    """The backend of a device; one per device and process.
+
+    Raises:
+        GraphError: there are no graphs for this kind of device.
+    """
+    index: int | None = device.index
+    if device.type == "cuda" and index is None:
+        device = torch.device("cuda", torch.cuda.current_device())
+    key = str(device)
+    if key not in _BACKENDS:
+        _BACKENDS[key] = _make(device)
+    return _BACKENDS[key]
+
+
+_BACKENDS: dict[str, Backend] = {}
+
+
+def _make(device: torch.device) -> Backend:
+    kind: str = device.type
+    if kind == "cuda":
+        from lf_graph._cuda import CudaBackend
+
+        return CudaBackend(device)
+    if kind == "cpu":
+        from lf_graph._recorder import RecordBackend
+
+        return RecordBackend()
+    raise GraphError(f"no graphs on {kind}: cuda and cpu (recorder, for tests) are known")

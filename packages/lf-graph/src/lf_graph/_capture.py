@@ -1,0 +1,138 @@
+"""``capture``: one function or module with any arguments as one forward and one backward graph."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from lf_graph._backend import backend_for
+from lf_graph._chain import Chain
+from lf_graph._errors import GraphError, SignatureError
+from lf_graph._pool import GraphPool
+from lf_graph._sandbox import buffers_of, restored
+from lf_graph._segment import Autocast, Piece
+from lf_graph._static import Signature, TensorSpec, signature_of, tensors_of
+from lf_graph._stats import GraphStats
+
+
+class Captured:
+    """A captured call; made by :func:`capture`."""
+
+    def __init__(
+        self, fn: Callable[..., Any], chain: Chain, signature: Signature, outputs: Signature
+    ) -> None:
+        self._fn, self._chain, self._signature, self._outputs = fn, chain, signature, outputs
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Replay with new tensors; differentiable.
+
+        Raises:
+            SignatureError: anything but tensor values differs from the captured call: shapes, dtypes, devices,
+                Python numbers, structure.
+        """
+        differences = self._signature.differences(signature_of(args, kwargs))
+        if differences:
+            raise SignatureError(self._chain.name, differences)
+        found = self._chain(*tensors_of(args, kwargs))
+        results = iter(found if isinstance(found, tuple) else (found,))
+        leaves = [next(results) if isinstance(x, TensorSpec) else x for x in self._outputs.leaves]
+        return pytree.tree_unflatten(leaves, self._outputs.structure)[0][0]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters whose gradients are added in place to ``.grad`` by the backward graph."""
+        return self._chain.parameters
+
+    def stats(self) -> GraphStats:
+        """Counts and bytes so far."""
+        return self._chain.stats()
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self._chain.close()
+
+    def __enter__(self) -> Captured:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def capture(
+    fn: Callable[..., Any],
+    *args: Any,
+    modules: Sequence[nn.Module] = (),
+    name: str = "",
+    autocast: Autocast | None = None,
+    pool: GraphPool | None = None,
+    max_bytes: int | None = None,
+    copy_outputs: bool = True,
+    checkpoint: bool = False,
+    **kwargs: Any,
+) -> Captured:
+    """Capture ``fn(*args, **kwargs)``, forward and backward; everything that is not a tensor is frozen into it.
+
+    Args:
+        fn: a module or function; returns any nesting of tensors and constants.
+        args, kwargs: a sample call; tensors that want a gradient get one.
+        modules: modules ``fn`` uses, when it is not a module itself: their buffers are left as they were.
+        name: for errors and statistics.
+        autocast, pool, max_bytes, copy_outputs: see :class:`Chain`.
+        checkpoint: see :class:`Piece`.
+
+    Returns:
+        A function of the same arguments.
+
+    Raises:
+        GraphCaptureError: naming operation, file and line. Nothing stays allocated.
+    """
+    tensors = tensors_of(args, kwargs)
+    if not tensors:
+        raise GraphError("capture needs at least one tensor argument, which says on which device to capture")
+    signature = signature_of(args, kwargs)
+    owners = (fn,) if isinstance(fn, nn.Module) else tuple(modules)
+    flat = _Flat(fn, signature)
+    backend = backend_for(tensors[0].device)
+    with restored(backend, buffers_of(owners)), torch.no_grad():
+        flat.learn_outputs(tensors)
+    assert flat.outputs is not None
+    inputs = tuple(f"in{i}" for i in range(len(tensors)))
+    outputs = tuple(f"out{i}" for i, x in enumerate(flat.outputs.leaves) if isinstance(x, TensorSpec))
+    name = name or getattr(fn, "__name__", type(fn).__name__)
+    piece = Piece(flat, inputs, outputs, name, checkpoint=checkpoint, owners=owners)
+    chain = Chain(
+        [piece],
+        inputs,
+        outputs,
+        name=name,
+        autocast=autocast,
+        pool=pool,
+        max_bytes=max_bytes,
+        copy_outputs=copy_outputs,
+    )
+    return Captured(fn, chain.capture(*tensors), signature, flat.outputs)
+
+
+class _Flat:
+    """``fn`` as a function of tensors that returns a tuple of tensors."""
+
+    def __init__(self, fn: Callable[..., Any], signature: Signature) -> None:
+        self.fn, self.signature = fn, signature
+        self.outputs: Signature | None = None
+
+    def learn_outputs(self, tensors: Sequence[Tensor]) -> None:
+        """Run once to see what comes back."""
+        self.outputs = signature_of((self._call(tensors),), {})
+
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        return tuple(tensors_of((self._call(tensors),), {}))
+
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.structure)
+        return self.fn(*args, **kwargs)

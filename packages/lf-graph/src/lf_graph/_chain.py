@@ -1,0 +1,378 @@
+"""A computation as small graphs with ordinary code between them, usable like any differentiable function."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lf_graph._backend import backend_for
+from lf_graph._errors import ClosedError, GraphError, SignatureError
+from lf_graph._gradients import InPlace
+from lf_graph._pool import GraphPool
+from lf_graph._sandbox import buffers_of, restored
+from lf_graph._segment import Autocast, Piece, Segment
+from lf_graph._static import StaticInputs, copy_into
+from lf_graph._stats import GraphStats
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A function that stays outside of graphs; it may read values back, change shapes inside, communicate.
+
+    Its outputs must have the same shapes and dtypes at every call; they are copied to where the next graph reads.
+    """
+
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    name: str = ""
+
+    def modules(self) -> list[nn.Module]:
+        """The modules behind ``fn``."""
+        return Piece(self.fn).modules()
+
+
+Element = Piece | Eager
+
+
+def resolve(elements: Sequence[Element], inputs: Sequence[str]) -> list[Element]:
+    """Fill in what was left out: each element takes what the one before it gave, and names itself.
+
+    Raises:
+        GraphError: an input that nothing before it gives, or a name given twice.
+    """
+    known, last, resolved = set(inputs), tuple(inputs), []
+    for i, element in enumerate(elements):
+        takes = element.inputs or last
+        gives = element.outputs or (f"_{i}",)
+        missing = [n for n in takes if n not in known]
+        twice = [n for n in gives if n in known]
+        if missing or twice:
+            raise GraphError(f"element {i}: nothing before it gives {missing}, given twice: {twice}")
+        name = element.name or f"{type(element).__name__.lower()}{i}"
+        resolved.append(replace(element, inputs=takes, outputs=gives, name=name))
+        known |= set(gives)
+        last = gives
+    return resolved
+
+
+@dataclass
+class _Stage:
+    """Neighbouring pieces as one segment, or one eager element, and the values that it takes and gives."""
+
+    elements: list[Element]
+    inputs: list[str]
+    outputs: list[str]
+    segment: Segment | None = None
+    fixed: list[Tensor] = field(default_factory=list)  # where the segment reads its inputs
+
+    def captured(self) -> Segment:
+        """The segment, which exists after a capture."""
+        if self.segment is None:
+            raise ClosedError("this chain was closed")
+        return self.segment
+
+
+def _stages(elements: Sequence[Element], outputs: Sequence[str]) -> list[_Stage]:
+    groups = itertools.groupby(elements, key=lambda e: isinstance(e, Piece))
+    parts: list[list[Element]] = []
+    for is_piece, group in groups:
+        parts += [list(group)] if is_piece else [[e] for e in group]
+    stages = []
+    for i, part in enumerate(parts):
+        later = {n for p in parts[i + 1 :] for e in p for n in e.inputs} | set(outputs)
+        made = [n for e in part for n in e.outputs]
+        takes = dict.fromkeys(n for e in part for n in e.inputs if n not in made)
+        stages.append(_Stage(part, list(takes), [n for n in made if n in later]))
+    return stages
+
+
+class _Replay(torch.autograd.Function):
+    """A segment as one node of the autograd graph."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, chain: Chain, stage: _Stage, anchor: Tensor, *tensors: Tensor
+    ) -> tuple[Tensor, ...]:
+        outputs = chain._replay_forward(stage, tensors)
+        ctx.chain, ctx.stage, ctx.token = chain, stage, chain._token
+        ctx.set_materialize_grads(False)
+        segment = stage.captured()
+        given = tuple(o.detach() for o in outputs)
+        ctx.mark_non_differentiable(
+            *[g for g, n in zip(given, stage.outputs, strict=True) if n not in segment.seeds]
+        )
+        return given
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        return (None, None, None, *ctx.chain._replay_backward(ctx.stage, ctx.token, grads))
+
+
+class Chain:
+    """Pieces and eager elements in order, captured for one set of input shapes.
+
+    After :meth:`capture` it is called like a function and takes part in autograd. Parameter gradients are added in
+    place to ``.grad`` inside the graphs. Outputs are copied out unless ``copy_outputs`` is False; then they lie in
+    graph memory and the next call overwrites them.
+
+    Args:
+        elements: :class:`Piece` and :class:`Eager` in order of execution.
+        inputs: names of the call's arguments; default: as many as the first element takes, or one.
+        outputs: names of what a call returns; default: what the last element gives.
+        name: for errors and statistics.
+        autocast: context factory for forwards, such as ``lambda: torch.autocast("cuda", torch.bfloat16)``.
+        pool: share graph memory with other chains that never run between this one's forward and backward.
+        max_bytes: budget of a pool of its own.
+        copy_outputs: whether a call returns tensors that stay valid.
+    """
+
+    def __init__(
+        self,
+        elements: Sequence[Element],
+        inputs: Sequence[str] = (),
+        outputs: Sequence[str] = (),
+        *,
+        name: str = "chain",
+        autocast: Autocast | None = None,
+        pool: GraphPool | None = None,
+        max_bytes: int | None = None,
+        copy_outputs: bool = True,
+    ) -> None:
+        if not elements:
+            raise GraphError("a chain needs at least one element")
+        self.inputs = tuple(inputs) or elements[0].inputs or ("input",)
+        self.elements = resolve(elements, self.inputs)
+        self.outputs = tuple(outputs) or self.elements[-1].outputs
+        self.name, self.copy_outputs = name, copy_outputs
+        self._autocast: Autocast = autocast or nullcontext
+        self._pool, self._max_bytes = pool, max_bytes
+        self._stages = _stages(self.elements, self.outputs)
+        self._static: StaticInputs | None = None
+        self._sink = InPlace()
+        self._token: object = None
+        self._anchor: Tensor | None = None
+        self._between = {n for s in self._stages if isinstance(s.elements[0], Piece) for n in s.outputs}
+        self._flags: list[bool] = []
+        self._captures = self._replays = self._copies = 0
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The modules behind all elements."""
+        return [m for e in self.elements for m in e.modules()]
+
+    @property
+    def parameters(self) -> list[Tensor]:
+        """Parameters that get gradients inside the graphs; known after the capture."""
+        return self._sink.parameters
+
+    # -- capture ----------------------------------------------------------------------------------------------
+
+    def capture(self, *args: Tensor, warm_up: int = 2) -> Chain:
+        """Capture for inputs like ``args``; leaves parameters, buffers, gradients and generators as they were.
+
+        Args:
+            args: sample inputs; the graph fixes their shapes, dtypes and whether they want a gradient.
+            warm_up: eager runs of forward and backward before the capture.
+
+        Raises:
+            GraphCaptureError: an operation that a graph cannot hold; everything made so far is freed.
+            BudgetError: the graphs would need more memory than allowed.
+        """
+        self._release()
+        if len(args) != len(self.inputs):
+            raise GraphError(f"{self.name} takes {list(self.inputs)}, got {len(args)} tensors")
+        pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
+        try:
+            with restored(pool.backend, buffers_of(self.modules)), pool.backend.preparing():
+                self._capture(pool, StaticInputs(args, {}), warm_up)
+        except BaseException:
+            self._release()
+            raise
+        self._flags = [m.training for m in self.modules]
+        self._captures += 1
+        return self
+
+    def _capture(self, pool: GraphPool, static: StaticInputs, runs: int) -> None:
+        self._static = static
+        values = dict(zip(self.inputs, static.tensors, strict=True))
+        peak = pool.backend.watch_peak()
+        self._sink.prepare(self._warm_up(pool, values, runs))
+        pool.check_budget(self.name, peak())
+        touched = self._sink.buffers if pool.backend.executes_captures else []
+        with restored(pool.backend, touched), pool.counting():
+            self._capture_stages(dict(zip(self.inputs, static.tensors, strict=True)))
+        self._anchor = torch.zeros((), device=pool.backend.device, requires_grad=True)
+
+    def _warm_up(self, pool: GraphPool, values: dict[str, Tensor], runs: int) -> list[Tensor]:
+        parameters: dict[int, Tensor] = {}
+        for stage in self._stages:
+            if isinstance(stage.elements[0], Eager):
+                values |= _run_eager(stage.elements[0], values)
+                continue
+            pieces = [e for e in stage.elements if isinstance(e, Piece)]
+            segment = stage.segment = Segment(pieces, stage.outputs, pool, self._autocast)
+            used = segment.warm_up({n: values[n] for n in stage.inputs}, runs)
+            parameters |= {id(p): p for p in used}
+            values |= {n: segment.values[n] for n in stage.outputs}
+        return list(parameters.values())
+
+    def _capture_stages(self, values: dict[str, Tensor]) -> None:
+        for stage in self._stages:
+            if isinstance(stage.elements[0], Eager):
+                values |= _run_eager(stage.elements[0], values)
+            else:
+                segment = stage.captured()
+                segment.capture_forward({n: values[n] for n in stage.inputs})
+                segment.replay_forward()  # what follows may look at the values
+                values |= {n: segment.values[n] for n in stage.outputs}
+                stage.fixed = [values[n] for n in stage.inputs]
+        for stage in reversed(self._stages):
+            if stage.segment is not None:
+                stage.segment.make_seeds()
+                stage.segment.capture_backward(self._sink)
+
+    # -- calls ------------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Tensor) -> Any:
+        """Replay; differentiable.
+
+        Returns:
+            One tensor, or a tuple when several outputs are named.
+
+        Raises:
+            SignatureError: other shapes, dtypes, devices or training mode than at capture.
+            AddressError: a parameter was moved since.
+        """
+        static = self._require_open()
+        tensors = static.require(self.name, args, {})
+        self._require_flags()
+        self._sink.verify(self.name)
+        self._token = object()
+        values = dict(zip(self.inputs, tensors, strict=True))
+        for stage in self._stages:
+            given = self._run_stage(stage, [values[n] for n in stage.inputs])
+            values |= dict(zip(stage.outputs, given, strict=True))
+        results = tuple(values[n] for n in self.outputs)
+        return results[0] if len(results) == 1 else results
+
+    def _run_stage(self, stage: _Stage, tensors: list[Tensor]) -> Sequence[Tensor]:
+        element = stage.elements[0]
+        if isinstance(element, Eager):
+            return list(_call_eager(element, tensors).values())
+        outputs: tuple[Tensor, ...] = _Replay.apply(self, stage, self._anchor, *tensors)  # type: ignore[no-untyped-call]
+        if not self.copy_outputs:
+            return outputs
+        return [o.clone() if n in self.outputs else o for n, o in zip(stage.outputs, outputs, strict=True)]
+
+    def _replay_forward(self, stage: _Stage, tensors: Sequence[Tensor]) -> list[Tensor]:
+        assert self._pool is not None
+        self._pool.claim(self._token)
+        self._copies += copy_into(stage.fixed, tensors)
+        segment = stage.captured()
+        segment.replay_forward()
+        self._replays += len(segment.captured)
+        return [segment.values[n] for n in stage.outputs]
+
+    def _replay_backward(
+        self, stage: _Stage, token: object, grads: Sequence[Tensor | None]
+    ) -> list[Tensor | None]:
+        self._require_open()
+        assert self._pool is not None
+        self._pool.require(token, self.name)
+        self._sink.attach()
+        segment = stage.captured()
+        for name, grad in zip(stage.outputs, grads, strict=True):
+            if name in segment.seeds:
+                _load(segment.seeds[name], grad)
+        segment.replay_backward()
+        self._replays += sum(c.backward is not None for c in segment.captured)
+        return [self._edge_gradient(segment, n) for n in stage.inputs]
+
+    def _edge_gradient(self, segment: Segment, name: str) -> Tensor | None:
+        grad = segment.grads.get(name)
+        if grad is None or not segment.values[name].requires_grad:
+            return None
+        # autograd may keep what it is given as a leaf's .grad; between segments it is copied at once
+        return grad.detach() if name in self._between else grad.clone()
+
+    def _require_open(self) -> StaticInputs:
+        if self._static is None:
+            raise ClosedError(f"{self.name} is not captured: call capture() with sample inputs first")
+        return self._static
+
+    def _require_flags(self) -> None:
+        now = [m.training for m in self.modules]
+        if now != self._flags:
+            raise SignatureError(self.name, [f"training: {self._flags} -> {now}"])
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> GraphStats:
+        """Counts and bytes so far."""
+        graphs = [g for s in self._stages if s.segment is not None for g in s.segment.graphs()]
+        return GraphStats(
+            self.name,
+            "" if self._pool is None else self._pool.backend.name,
+            graphs=len(graphs),
+            operations=sum(g.operations for g in graphs),
+            captures=self._captures,
+            replays=self._replays,
+            copies=self._copies,
+            bytes=0 if self._pool is None else self._pool.bytes,
+            predicted_bytes=0 if self._pool is None else self._pool.predicted_bytes,
+        )
+
+    def close(self) -> None:
+        """Free all graphs of the chain together; gradients stay where they are."""
+        if self._pool is not None:
+            self._pool.backend.synchronize()
+        self._release()
+
+    def _release(self) -> None:
+        for stage in self._stages:
+            if stage.segment is not None:
+                stage.segment.close()
+            stage.segment, stage.fixed = None, []
+        self._static, self._sink = None, InPlace()
+
+    def __enter__(self) -> Chain:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def _call_eager(element: Eager, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
+    result = element.fn(*tensors)
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    if len(outputs) != len(element.outputs):
+        raise GraphError(f"{element.name} returned {len(outputs)} values, named {list(element.outputs)}")
+    return dict(zip(element.outputs, outputs, strict=True))
+
+
+def _run_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The element's outputs at addresses of their own, where the following graphs will read."""
+    outputs = _call_eager(element, [values[n].detach() for n in element.inputs])
+    wants = any(values[n].requires_grad for n in element.inputs)
+    return {n: _place(o, wants) for n, o in outputs.items()}
+
+
+def _place(output: Tensor, wants_gradient: bool) -> Tensor:
+    place = output.detach().clone()
+    return place.requires_grad_(output.requires_grad or (wants_gradient and output.is_floating_point()))
+
+
+def _load(seed: Tensor, grad: Tensor | None) -> None:
+    if grad is None:
+        seed.zero_()
+    else:
+        copy_into([seed], [grad])

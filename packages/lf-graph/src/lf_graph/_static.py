@@ -1,0 +1,125 @@
+"""Inputs at fixed addresses, and the signature a graph was captured for.
+
+Everything that is not a tensor is part of the signature: a graph holds Python numbers as they were (frozen lengths
+gave wrong results silently in flash-attention#1164), so a replay with another value is refused, old -> new.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
+from lf_graph._errors import SignatureError
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """What a graph fixes of a tensor: everything but its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+    requires_grad: bool
+
+    def __str__(self) -> str:
+        grad = ", grad" if self.requires_grad else ""
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)} on {self.device}{grad}"
+
+
+@dataclass(frozen=True)
+class Signature:
+    """The structure of a call's arguments; equal signatures can be replayed by one graph."""
+
+    structure: pytree.TreeSpec
+    leaves: tuple[Any, ...]  # TensorSpec, or the value itself
+
+    def differences(self, other: Signature) -> list[str]:
+        """Each difference as ``path: old -> new``."""
+        if self.structure != other.structure:
+            return [f"structure: {self.structure} -> {other.structure}"]
+        paths = _paths(self.structure)
+        pairs = zip(paths, self.leaves, other.leaves, strict=True)
+        return [f"{path}: {old} -> {new}" for path, old, new in pairs if not _same(old, new)]
+
+
+def _same(a: Any, b: Any) -> bool:
+    return type(a) is type(b) and bool(a == b or a is b)
+
+
+def _paths(structure: pytree.TreeSpec) -> list[str]:
+    numbered = pytree.tree_unflatten(list(range(structure.num_leaves)), structure)
+    found, _ = pytree.tree_flatten_with_path(numbered)
+    args_or_kwargs = ("args", "kwargs")
+    return [args_or_kwargs[path[0].idx] + pytree.keystr(path[1:]) for path, _ in found]  # type: ignore[attr-defined]
+
+
+def spec_of(tensor: Tensor) -> TensorSpec:
+    """The spec of one tensor."""
+    return TensorSpec(tuple(tensor.shape), tensor.dtype, tensor.device, tensor.requires_grad)
+
+
+def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
+    """The signature of a call."""
+    leaves, structure = pytree.tree_flatten((args, kwargs))
+    return Signature(structure, tuple(spec_of(x) if isinstance(x, Tensor) else x for x in leaves))
+
+
+def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a call, in the order of its signature."""
+    return [x for x in pytree.tree_leaves((args, kwargs)) if isinstance(x, Tensor)]
+
+
+def same_memory(a: Tensor, b: Tensor) -> bool:
+    """Whether two tensors are the same view of the same memory."""
+    return a.data_ptr() == b.data_ptr() and a.stride() == b.stride() and a.shape == b.shape
+
+
+def copy_into(targets: Sequence[Tensor], sources: Sequence[Tensor]) -> int:
+    """Copy each source over its target, in as few launches as there are dtypes; returns the number of copies."""
+    pairs = [(t, s) for t, s in zip(targets, sources, strict=True) if not same_memory(t, s)]
+    if pairs:
+        with torch.no_grad():
+            torch._foreach_copy_([t for t, _ in pairs], [s for _, s in pairs], non_blocking=True)
+    return len(pairs)
+
+
+class StaticInputs:
+    """Copies of a sample call's tensors at addresses that stay, with the call's signature."""
+
+    def __init__(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        self.signature = signature_of(args, kwargs)
+        self.tensors = [_twin(t) for t in tensors_of(args, kwargs)]
+
+    def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The sample call with its tensors replaced by the static ones."""
+        fixed = iter(self.tensors)
+        leaves = [next(fixed) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
+        args, kwargs = pytree.tree_unflatten(leaves, self.signature.structure)
+        return args, kwargs
+
+    def require(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        """The call's tensors, if its signature is the captured one.
+
+        Raises:
+            SignatureError: naming each difference.
+        """
+        found = signature_of(args, kwargs)
+        if found.leaves != self.signature.leaves or found.structure != self.signature.structure:
+            differences = self.signature.differences(found)
+            if differences:
+                raise SignatureError(name, differences)
+        return tensors_of(args, kwargs)
+
+    def nbytes(self) -> int:
+        """Bytes of the static copies."""
+        return sum(t.numel() * t.element_size() for t in self.tensors)
+
+
+def _twin(t: Tensor) -> Tensor:
+    twin = torch.empty_like(t, memory_format=torch.preserve_format).copy_(t.detach())
+    return twin.requires_grad_(t.requires_grad)
