@@ -1,4 +1,14 @@
-"""Models, found by name or by ``module:callable``."""
+"""Models, found by name or by ``module:callable``.
+
+A model takes batches of one of two kinds, and says which by its attribute ``batch_kind``:
+
+    "tokens"    forward(tokens int64 [B, T], lengths int64 [B], loss_mask bool [B, T] or None); ``infer`` also needs
+                a method logits(tokens) -> [B, T, vocab]. What a model without the attribute takes.
+    "mapping"   forward(batch), a mapping of tensors by name; the model's module lists its keys.
+
+Either way forward returns (loss_sum float [], count int64 []), so that micro-batches and ranks add up and the one
+division by the count of the global batch gives the mean.
+"""
 
 from __future__ import annotations
 
@@ -6,16 +16,21 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Mapping
+from typing import Literal
 
 from torch import nn
 
 from lf_meta.errors import ConfigError
-from lf_meta.models import gr00t_lm
+from lf_meta.models import gr00t_lm, gr00t_vla
 
 Builder = Callable[..., nn.Module]
-_BUILDERS: dict[str, Builder] = {"gr00t_n16_lm": gr00t_lm.build}
+BatchKind = Literal["tokens", "mapping"]
+_BUILDERS: dict[str, Builder] = {
+    "gr00t_n16_lm": gr00t_lm.build,
+    "gr00t_n16_vla": gr00t_vla.build,
+}
 
-__all__ = ["build_model", "gr00t_lm"]
+__all__ = ["BatchKind", "build_model", "gr00t_lm", "gr00t_vla"]
 
 
 def _find(name: str) -> Builder:
@@ -38,15 +53,19 @@ def _find(name: str) -> Builder:
 
 
 def build_model(
-    name: str, size: str, vocab_size: int, args: Mapping[str, int | float | bool | str]
+    name: str,
+    size: str,
+    vocab_size: int | None,
+    args: Mapping[str, int | float | bool | str],
+    batch_kind: BatchKind = "tokens",
 ) -> nn.Module:
-    """Build ``name`` at ``size``.
+    """Build ``name`` at ``size``, for a caller that feeds it batches of ``batch_kind`` (see the module's docstring).
 
-    Its forward takes (tokens int64 [B, T], lengths int64 [B], loss_mask bool [B, T] or None) and returns
-    (loss_sum float [], token_count int64 []); ``infer`` needs a method ``logits(tokens) -> [B, T, vocab]``.
+    Args:
+        vocab_size: ids of the data; None is the size's own, for models that have one (gr00t_n16_vla).
 
     Raises:
-        ConfigError: unknown name or size, or an argument the model does not have.
+        ConfigError: unknown name or size, an argument the model does not have, or a model for other batches.
     """
     try:
         model = _find(name)(size=size, vocab_size=vocab_size, **args)
@@ -56,4 +75,7 @@ def build_model(
         ) from e
     if not isinstance(model, nn.Module):
         raise ConfigError("model.name", f"{name} gave a {type(model).__name__}, not a torch module")
+    takes = getattr(model, "batch_kind", "tokens")
+    if takes != batch_kind:
+        raise ConfigError("model.name", f"{name} takes {takes} batches, and these are {batch_kind} batches")
     return model
