@@ -1,0 +1,302 @@
+"""The benchmarks of this package: what they compute, and that their bookkeeping is right; never how fast."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+MODULES = ("workloads", "measure", "report", "stock", "bench_step")
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def bench() -> Iterator[Any]:
+    """The benchmark modules, without leaving their short names behind for other tests."""
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        for name in MODULES:
+            sys.modules.pop(name, None)
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, str(BENCHMARKS / "bench_step.py"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+
+
+def result(**fields: Any) -> dict[str, Any]:
+    base = {"workload": "w", "batch": 1, "row": "eager", "source": "stock", "status": "ok", "unit": "tokens"}
+    numbers = {"step_ms": 10.0, "spread": 0.1, "units_per_s": 5.0, "prep_s": 1.0, "losses": [2.0, 1.0]}
+    return base | numbers | {"losses_reseeded": [2.0, 1.0]} | fields
+
+
+def trained(model: torch.nn.Module) -> int:
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
+
+
+# --- workloads: the models that the bars were measured on
+
+
+def test_full_sizes_have_the_parameters_the_bars_were_measured_with(bench: Any) -> None:
+    w = bench.workloads
+    with torch.device("meta"):
+        counts = [trained(m) for m in (w.VLA(w.VLA_DIMS), w.LM(w.LM_DIMS), w.LM(w.MOE_DIMS))]
+    assert [round(n / 1e9, 2) for n in counts] == [1.29, 1.64, 2.82]
+
+
+def test_grouped_experts_compute_what_the_loop_computes(bench: Any) -> None:
+    w = bench.workloads
+    torch.manual_seed(0)
+    loop = w.ExpertLoop(32, 16, experts=4, top_k=2)
+    grouped = w.GroupedMoE.from_loop(loop)
+    x = torch.randn(2, 9, 32)
+
+    y = grouped(x)
+
+    expected = loop(x)
+    assert (y - expected).norm() / expected.norm() < 1e-2  # bfloat16 products against float32
+
+
+def test_frozen_parts_of_the_vla_get_no_gradient_and_all_others_do(bench: Any) -> None:
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    model = workload.model(CPU)
+
+    workload.loss(model, workload.batch(2, CPU)).backward()
+
+    assert all((p.grad is not None) == p.requires_grad for p in model.parameters())
+    frozen = [model.patch, model.vit, model.proj, model.lm.e, *model.lm.b[: -model.tuned]]
+    assert not any(p.requires_grad for part in frozen for p in part.parameters())
+
+
+def test_models_and_batches_depend_on_their_seed_only(bench: Any) -> None:
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    torch.manual_seed(1234)
+
+    first, second, other = workload.model(CPU), workload.model(CPU), workload.model(CPU, seed=1)
+
+    pairs = list(zip(first.parameters(), second.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert not torch.equal(first.act.weight, other.act.weight)
+    assert all(map(torch.equal, workload.batch(2, CPU), workload.batch(2, CPU)))
+
+
+# --- the measuring frame
+
+
+def test_losses_start_from_the_initial_weights_however_long_the_row_warmed_up(bench: Any) -> None:
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    case = bench.measure.Case(workload, 2, CPU)
+    prepared = bench.stock.prepare(case, bench.stock.EAGER_FUSED)
+    at_first = bench.measure.first_losses(prepared, seed=2)
+    for _ in range(3):
+        prepared.step()
+
+    again = bench.measure.first_losses(prepared, seed=2)
+
+    assert again == at_first
+    assert at_first[0] > at_first[2]
+
+
+def test_a_row_that_fails_becomes_a_result_with_its_error(bench: Any) -> None:
+    def setup(case: Any) -> Any:
+        raise RuntimeError("out of luck")
+
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    row = bench.measure.Row(workload, 2, "broken", "ours", setup, needs_gpu=False)
+
+    found = bench.measure.measure(row, CPU, bench.measure.Effort())
+
+    assert (found["status"], found["error"]) == ("failed", "RuntimeError: out of luck")
+
+
+def test_a_row_is_closed_even_when_a_step_fails(bench: Any) -> None:
+    closed = []
+
+    def setup(case: Any) -> Any:
+        def step() -> torch.Tensor:
+            raise RuntimeError("no")
+
+        return bench.measure.Prepared(step, lambda: None, lambda: closed.append(True))
+
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    row = bench.measure.Row(workload, 2, "broken", "ours", setup, needs_gpu=False)
+
+    bench.measure.measure(row, CPU, bench.measure.Effort())
+
+    assert closed == [True]
+
+
+def test_frozen_bfloat16_weights_leave_the_trained_ones_in_float32(bench: Any) -> None:
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+
+    model = bench.stock.build(bench.measure.Case(workload, 2, CPU), bench.stock.EAGER_FUSED)
+
+    kinds = {(p.requires_grad, p.dtype) for p in model.parameters()}
+    assert kinds == {(True, torch.float32), (False, torch.bfloat16)}
+
+
+def test_launches_and_kernel_time_are_counted_apart_from_named_ranges(bench: Any) -> None:
+    cuda = torch.autograd.DeviceType.CUDA
+    kernel = SimpleNamespace(device_type=cuda, name="gemm", device_time=2000.0)
+    named = SimpleNamespace(device_type=cuda, name="Optimizer.step#AdamW.step", device_time=500.0)
+    host = SimpleNamespace(device_type=torch.autograd.DeviceType.CPU, name="aten::mm", device_time=0.0)
+    calls = [SimpleNamespace(key="cudaLaunchKernel", count=3), SimpleNamespace(key="aten::mm", count=7)]
+
+    found = bench.measure.count_events([kernel, named, host], calls)
+
+    assert found == {"launches": 3, "kernels": 2, "busy_ms": 2.5, "kernel_ms": 2.0}
+
+
+def test_the_attention_kernel_of_a_row_is_put_back(bench: Any) -> None:
+    cuda = torch.backends.cuda
+    before = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+    with bench.stock.only_attention("flash"):
+        inside = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+
+    assert inside == (True, False, False)
+    after = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    assert after == before
+
+
+# --- the command
+
+
+def test_the_tiny_run_measures_every_plain_row_and_reports_the_others(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+
+    done = run("--tiny", "--windows", "2", "--rows", "stock", "--match", "eager,|graph", "--json", str(out))
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    eager = [r for r in rows if r["row"].endswith(("eager", "fused"))]
+    assert {r["workload"] for r in eager} == {"vla", "lm-8", "lm-16", "moe"}
+    assert all(r["status"] == "ok" and r["parity"] < 0.2 for r in eager), eager
+    if not torch.cuda.is_available():
+        assert {r["status"] for r in rows if r["row"] == "graph"} == {"skipped"}
+    assert "| eager | stock |" in done.stdout
+
+
+def test_plain_rows_are_the_median_of_processes(bench: Any, tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    only = ["--workloads", "vla", "--match", "vla|1|eager fused", "--rows", "stock"]
+
+    bench.bench_step.main(["--tiny", "--windows", "2", "--processes", "2", *only, "--json", str(out)])
+
+    (row,) = json.loads(out.read_text())["rows"]
+    assert len(row["processes_ms"]) == 2
+    assert row["step_ms"] in row["processes_ms"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
+def test_without_a_gpu_the_full_run_says_so_and_ends_well() -> None:
+    done = run("--json", "unused.json")
+
+    assert done.returncode == 0
+    assert "needs a CUDA GPU" in done.stdout
+
+
+def test_rows_that_do_not_fit_the_budget_are_named_and_not_run(bench: Any, tmp_path: Path) -> None:
+    args = bench.bench_step.arguments(["--tiny", "--budget-s", "0", "--json", str(tmp_path / "r.json")])
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    session = bench.bench_step.Run(args, CPU)
+
+    session.all(bench.stock.rows(workload))
+
+    document = json.loads((tmp_path / "r.json").read_text())
+    assert {r["status"] for r in document["rows"]} == {"not run"}
+    assert all("s left" in r["error"] for r in document["rows"])
+
+
+def test_urgent_rows_run_first_and_slow_ones_last(bench: Any) -> None:
+    found = bench.workloads.workloads()
+    rows = [r for name in ("vla", "moe") for w in found[name] for r in bench.stock.rows(w)]
+
+    ordered = bench.bench_step.by_urgency(rows)
+
+    urgency = [r.urgent for r in ordered]
+    assert urgency == sorted(urgency, reverse=True)
+    waits = [r.expect_s for r in ordered if not r.urgent]
+    assert waits == sorted(waits)
+
+
+def test_every_row_is_named_once(bench: Any) -> None:
+    found = bench.workloads.workloads()
+    keys = [r.key for group in found.values() for w in group for r in bench.stock.rows(w)]
+
+    assert len(keys) == len(set(keys))
+
+
+def test_an_unknown_workload_is_refused(bench: Any) -> None:
+    with pytest.raises(SystemExit, match="no workload 'vision'"):
+        bench.bench_step.chosen_workloads(["vision"], tiny=True)
+
+
+def test_one_failed_process_fails_the_median(bench: Any) -> None:
+    broken = result(status="failed", error="lost")
+
+    assert bench.bench_step.median_of([result(), broken, result()])["status"] == "failed"
+
+
+# --- the report
+
+
+def test_the_best_stock_row_keeps_master_weights_and_is_not_ours(bench: Any) -> None:
+    rows = [
+        result(row="graph", step_ms=8.0),
+        result(row="bf16", step_ms=5.0, masters=False),
+        result(row="ours", source="ours", step_ms=4.0),
+        result(row="broken", status="failed", step_ms=1.0),
+    ]
+
+    assert bench.report.best_stock(rows)["row"] == "graph"
+
+
+def test_parity_is_the_largest_relative_distance_from_the_eager_row(bench: Any) -> None:
+    eager = result(losses_reseeded=[2.0, 1.5])
+    ours = result(row="ours", source="ours", losses=[2.2, 1.05])
+
+    found = {r["row"]: r["parity"] for r in bench.report.with_parity([eager, ours])}
+
+    assert found == pytest.approx({"eager": 0.5, "ours": 0.1})
+
+
+def test_parity_of_a_loss_that_is_not_a_number_is_infinite(bench: Any) -> None:
+    assert bench.report.distance([float("nan"), 1.0], [1.0, 1.0]) == float("inf")
+
+
+def test_a_later_file_replaces_a_row_and_a_failure_does_not(bench: Any, tmp_path: Path) -> None:
+    files = []
+    for i, row in enumerate([result(), result(step_ms=7.0), result(status="failed", error="x")]):
+        files.append(tmp_path / f"{i}.json")
+        files[-1].write_text(json.dumps({"machine": {"gpu": "G"}, "rows": [row]}))
+
+    machines, rows = bench.report.load(files)
+
+    assert machines == ["gpu G"]
+    assert [(r["status"], r["step_ms"]) for r in rows] == [("ok", 7.0)]
+
+
+def test_tables_show_rows_without_numbers_and_the_ratio_to_the_best_stock(bench: Any) -> None:
+    rows = [
+        result(),
+        result(row="ours", source="ours", step_ms=5.0),
+        result(row="x", status="failed", error="boom"),
+    ]
+
+    text = bench.report.tables(rows)
+
+    assert "| ours | ours | 5.00 | 10.0% |  | 0.500 |" in text
+    assert "failed: boom" in text
