@@ -11,6 +11,8 @@ from lf_graph._errors import (
     SignatureError,
     StaleReplayError,
 )
+from lf_graph._mask import BlockSparse, Causal, DynamicMaskBuffer, Full
+from lf_graph._moe import MoE, MoEOutput
 from lf_graph._pool import GraphPool
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
@@ -19,15 +21,21 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AddressError",
+    "BlockSparse",
     "BudgetError",
     "Captured",
+    "Causal",
     "Chain",
     "ClosedError",
+    "DynamicMaskBuffer",
     "Eager",
+    "Full",
     "GraphCaptureError",
     "GraphError",
     "GraphPool",
     "GraphStats",
+    "MoE",
+    "MoEOutput",
     "Piece",
     "SignatureError",
     "StaleReplayError",

@@ -21,16 +21,17 @@ from typing import Literal
 from torch import nn
 
 from lf_meta.errors import ConfigError
-from lf_meta.models import gr00t_lm, gr00t_vla
+from lf_meta.models import gr00t_lm, gr00t_moe, gr00t_vla
 
 Builder = Callable[..., nn.Module]
 BatchKind = Literal["tokens", "mapping"]
 _BUILDERS: dict[str, Builder] = {
     "gr00t_n16_lm": gr00t_lm.build,
+    "gr00t_n16_moe": gr00t_moe.build,
     "gr00t_n16_vla": gr00t_vla.build,
 }
 
-__all__ = ["BatchKind", "build_model", "gr00t_lm", "gr00t_vla"]
+__all__ = ["BatchKind", "build_model", "gr00t_lm", "gr00t_moe", "gr00t_vla"]
 
 
 def _find(name: str) -> Builder:

@@ -71,6 +71,7 @@ class Attention(nn.Module):
     """Causal self-attention, [B, T, hidden] to [B, T, hidden].
 
     Records are padded at their end only, so the causal mask alone keeps padding out of every real position.
+    A mask (bool [B, 1, T, T], True = seen) takes the place of the causal one.
     """
 
     def __init__(self, c: LMConfig) -> None:
@@ -79,12 +80,12 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(c.hidden, 3 * c.hidden, bias=False)
         self.out = nn.Linear(c.hidden, c.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
         p = self.dropout if self.training else 0.0
         y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, dropout_p=p
+            rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=mask, is_causal=mask is None, dropout_p=p
         )
         out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, d))
         return out
@@ -166,11 +167,15 @@ class GR00TLM(nn.Module):
             positions, and their number.
         """
         labels = next_token_labels(tokens, lengths, loss_mask)
-        logits = self.logits(tokens[:, :-1])
-        if logits.dtype in (torch.bfloat16, torch.float16):
-            logits = logits.float()
-        loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
-        return loss, (labels != IGNORE).sum()
+        return token_loss(self.logits(tokens[:, :-1]), labels)
+
+
+def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+    """(summed cross entropy in nats, number of labels) for logits [B, T, vocab] and labels int64 [B, T]."""
+    if logits.dtype in (torch.bfloat16, torch.float16):
+        logits = logits.float()
+    loss = F.cross_entropy(logits.flatten(0, 1), labels.flatten(), ignore_index=IGNORE, reduction="sum")
+    return loss, (labels != IGNORE).sum()
 
 
 def next_token_labels(tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None) -> Tensor:

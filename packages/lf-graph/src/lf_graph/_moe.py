@@ -1,0 +1,175 @@
+"""A mixture-of-experts layer that stays on the device: exact, deterministic, nothing dropped, no read-back.
+
+Router (softmax in float32), top-k, stable sort by expert, grouped products, sum over each token's experts. All shapes
+are functions of the input's shape, forward and backward, so the layer can be captured as part of a graph.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager, nullcontext
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from lf_graph._errors import GraphError
+from lf_graph._moe_experts import ExpertBackend, Experts, choose_backend
+from lf_graph._moe_route import Routing, gather_sum, load_balance_loss, route, router_z_loss, spread
+
+
+class MoEOutput(NamedTuple):
+    """What a MoE layer returns.
+
+    Attributes:
+        y: like the input, in the dtype of the experts' products.
+        aux: float32 [], ``balance_weight`` * balance loss + ``z_weight`` * z-loss, a mean over tokens; add it to a
+            mean loss, or times the token count to a summed one. Zero when both weights are.
+        counts: int32 [E], assignments of each expert; on the device.
+    """
+
+    y: Tensor
+    aux: Tensor
+    counts: Tensor
+
+
+class MoE(nn.Module):
+    """Top-k mixture of SwiGLU experts.
+
+    Under autocast the experts run in the autocast dtype, each weight cast once; the router stays in float32, because
+    its rounding decides which experts run (selective precision, arXiv 2101.03961, section 2.4).
+
+    Args:
+        hidden: width of the input and output.
+        ffn: width of each expert.
+        experts: number of experts.
+        top_k: experts for each token.
+        normalize: a token's weights sum to one.
+        balance_weight: of the load-balancing loss; 0 leaves it out.
+        z_weight: of the router's z-loss; 0 leaves it out.
+        router_fp32: False runs the router's product in the experts' dtype (its softmax is float32 always).
+        backend: grouped product, see :func:`choose_backend`; :meth:`expert_backend` says which one runs and why.
+
+    Raises:
+        GraphError: sizes that are not positive, or top_k over experts.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        ffn: int,
+        experts: int,
+        top_k: int,
+        *,
+        normalize: bool = True,
+        balance_weight: float = 0.0,
+        z_weight: float = 0.0,
+        router_fp32: bool = True,
+        backend: str = "auto",
+    ) -> None:
+        super().__init__()
+        if min(hidden, ffn, experts) < 1 or not 1 <= top_k <= experts:
+            raise GraphError(
+                f"hidden {hidden}, ffn {ffn}, experts {experts} and top_k {top_k} must be positive, top_k <= experts"
+            )
+        choose_backend(torch.device("cpu"), torch.float32, (), backend)  # a wrong name is known here
+        self.hidden, self.ffn, self.top_k, self.normalize = hidden, ffn, top_k, normalize
+        self.balance_weight, self.z_weight = balance_weight, z_weight
+        self.router_fp32, self.requested_backend = router_fp32, backend
+        self.router = nn.Linear(hidden, experts, bias=False)
+        self.experts = Experts(experts, hidden, ffn)
+
+    def extra_repr(self) -> str:
+        return (
+            f"hidden={self.hidden}, ffn={self.ffn}, experts={self.router.out_features}, top_k={self.top_k}, "
+            f"normalize={self.normalize}, balance_weight={self.balance_weight}, z_weight={self.z_weight}"
+        )
+
+    def expert_backend(self, device: torch.device, dtype: torch.dtype) -> ExpertBackend:
+        """Which grouped product runs for products of ``dtype`` on ``device``, and the reason.
+
+        Raises:
+            GraphError: the requested one cannot.
+        """
+        return choose_backend(device, dtype, (self.hidden, self.ffn), self.requested_backend)
+
+    def forward(self, x: Tensor, keep: Tensor | None = None) -> MoEOutput:
+        """Route every token and add its experts' outputs.
+
+        Args:
+            x: [..., hidden], float.
+            keep: bool [...]; tokens where it is False (padding) go to no expert, give zero, and count in no
+                statistic or auxiliary loss.
+
+        Raises:
+            GraphError: wrong width, or a ``keep`` that does not fit.
+        """
+        flat, kept = self._flat(x, keep)
+        dtype = compute_dtype(self.experts.down, flat)
+        with no_autocast(flat.device):
+            logits = self._logits(flat, dtype)
+            routing = route(logits, self.top_k, self.normalize, kept)
+            counts = routing.counts()
+            y = self._experts(flat.to(dtype), routing, kept)
+            return MoEOutput(y.view(x.shape), self._aux(logits, routing, counts, kept), counts)
+
+    def _flat(self, x: Tensor, keep: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        if x.shape[-1] != self.hidden:
+            raise GraphError(f"input of width {x.shape[-1]} for a MoE of width {self.hidden}")
+        if keep is None:
+            return x.reshape(-1, self.hidden), None
+        if keep.shape != x.shape[:-1] or keep.dtype != torch.bool:
+            raise GraphError(
+                f"keep is {keep.dtype} {tuple(keep.shape)}; it must be torch.bool {tuple(x.shape[:-1])}"
+            )
+        return x.reshape(-1, self.hidden), keep.reshape(-1)
+
+    def _logits(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        """[N, E] in at least float32."""
+        wide = torch.promote_types(dtype, torch.float32)
+        product = wide if self.router_fp32 else dtype
+        return F.linear(x.to(product), self.router.weight.to(product)).to(wide)
+
+    def _experts(self, x: Tensor, r: Routing, keep: Tensor | None) -> Tensor:
+        backend = self.expert_backend(x.device, x.dtype)
+        weight = row_weights(r, r.order, r.inverse, keep)
+        rows = self.experts(spread(x, r.tokens, r.inverse, keep), weight, r.offsets, backend.product)
+        return gather_sum(rows, r.tokens, r.inverse, keep)
+
+    def _aux(self, logits: Tensor, r: Routing, counts: Tensor, keep: Tensor | None) -> Tensor:
+        aux = torch.zeros((), dtype=logits.dtype, device=logits.device)
+        if self.balance_weight:
+            aux = aux + self.balance_weight * load_balance_loss(r.probabilities, counts, keep)
+        if self.z_weight:
+            aux = aux + self.z_weight * router_z_loss(logits, keep)
+        return aux
+
+
+def row_weights(r: Routing, assignment: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
+    """The weight of each row [R]: ``assignment`` int64 [R] of each row, ``rows`` int64 [N, top_k] as in spread."""
+    keep = None if keep is None else keep[:, None].expand(r.weights.shape).reshape(-1)
+    return spread(r.weights.reshape(-1, 1), assignment, rows.reshape(-1, 1), keep).squeeze(1)
+
+
+def compute_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
+    """Dtype of the experts' products: autocast's where it is on, else that of the weights.
+
+    Raises:
+        GraphError: x and the weights differ in dtype outside autocast.
+    """
+    kind = x.device.type
+    if torch.amp.is_autocast_available(kind) and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    if x.dtype != weight.dtype:
+        raise GraphError(
+            f"input {x.dtype} and weights {weight.dtype} differ; use autocast or cast one of them"
+        )
+    return x.dtype
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast off: every cast in this layer is written out."""
+    if not torch.amp.is_autocast_available(device.type):
+        return nullcontext()
+    off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
+    return off

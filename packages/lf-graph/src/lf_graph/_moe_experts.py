@@ -1,0 +1,165 @@
+"""SwiGLU experts on rows sorted by expert, and the choice of the grouped product they run on."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from lf_graph._errors import GraphError
+
+BackendName = Literal["grouped_mm", "masked_dense"]
+GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
+ALIGNMENT = 16  # bytes between rows that torch's grouped product asks for
+
+
+@dataclass(frozen=True)
+class ExpertBackend:
+    """The grouped product that runs, and why it was chosen.
+
+    ``grouped_mm`` does the work of each row once. ``masked_dense`` computes every expert on every row and selects:
+    as exact, as free of read-backs, but it costs ``experts`` times the work.
+    """
+
+    name: BackendName
+    reason: str
+
+    @property
+    def product(self) -> GroupedProduct:
+        """(x [R, K], w [E, K, N], offsets int32 [E]) -> [R, N]; rows from ``offsets[-1]`` on are undefined."""
+        return grouped_mm if self.name == "grouped_mm" else masked_dense
+
+
+def choose_backend(
+    device: torch.device, dtype: torch.dtype, dims: tuple[int, ...], requested: str = "auto"
+) -> ExpertBackend:
+    """The grouped product for one device and dtype.
+
+    Args:
+        device: where the experts run.
+        dtype: of the product.
+        dims: widths of all operands; ``grouped_mm`` needs rows that are multiples of 16 bytes.
+        requested: ``auto``, ``grouped_mm`` or ``masked_dense``.
+
+    Raises:
+        GraphError: ``grouped_mm`` was requested and cannot run here without waiting for the host.
+    """
+    if requested not in ("auto", "grouped_mm", "masked_dense"):
+        raise GraphError(f"no MoE backend {requested!r}; write auto, grouped_mm or masked_dense")
+    if requested == "masked_dense":
+        return ExpertBackend("masked_dense", "requested")
+    obstacle = _obstacle(device, dtype, dims)
+    if not obstacle:
+        return ExpertBackend("grouped_mm", requested if requested != "auto" else "supported")
+    if requested == "grouped_mm":
+        raise GraphError(f"grouped_mm cannot run: {obstacle}; use backend='auto'")
+    return ExpertBackend("masked_dense", obstacle)
+
+
+def _obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, ...]) -> str:
+    """Why torch's grouped product cannot run without a read-back, or ""."""
+    if not hasattr(torch, "_grouped_mm"):
+        return f"torch {torch.__version__} has no grouped_mm"
+    if any(d * dtype.itemsize % ALIGNMENT for d in dims):
+        return f"widths {dims} of {dtype} are not multiples of {ALIGNMENT} bytes"
+    if device.type == "cuda":
+        # elsewhere torch copies the offsets to the host and loops (aten/src/ATen/native/cuda/GroupedBlas.cpp)
+        major = torch.cuda.get_device_capability(device)[0]
+        if dtype != torch.bfloat16 or major not in (9, 10):
+            return (
+                f"torch has a device-side kernel for bfloat16 on sm_90 and sm_100, not {dtype} on sm_{major}x"
+            )
+    elif device.type == "meta":
+        return "" if dtype == torch.bfloat16 else "torch's meta kernel takes bfloat16 only"
+    elif device.type != "cpu":
+        return f"not known to stay on the device on {device.type}"
+    elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"torch has no grouped_mm for {dtype}"
+    return ""
+
+
+def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """torch's grouped product, under the name this torch has for it."""
+    product = getattr(F, "grouped_mm", None) or torch._grouped_mm
+    return cast(Tensor, product(x, w, offs=offsets))
+
+
+def masked_dense(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """The same with static shapes on any device and dtype: every expert on every row; undefined rows are zero."""
+    row = torch.arange(x.shape[0], device=x.device)
+    starts = offsets - torch.diff(offsets, prepend=offsets.new_zeros(1))
+    out = x.new_zeros(x.shape[0], w.shape[2])
+    for e in range(w.shape[0]):
+        inside = (row >= starts[e]) & (row < offsets[e])
+        out = torch.where(inside[:, None], x @ w[e], out)
+    return out
+
+
+def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
+    """``silu(gate) * up * weight``, computed in at least float32 and rounded once (SwiGLU: arXiv 2002.05202).
+
+    The weight goes in before the down projection, which is linear: the outputs of the experts then only have to be
+    added, and need not be kept for the gradient of the weight.
+
+    Args:
+        gate_up: [R, 2 F], gate in the first half.
+        weight: [R], float32 or float64.
+
+    Returns:
+        [R, F] of the dtype of gate_up.
+    """
+    out: Tensor = _WeightedSwiGLU.apply(gate_up, weight)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _WeightedSwiGLU(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(gate_up, weight)
+        gate, up = _halves(gate_up)
+        return (F.silu(gate) * up * weight[:, None]).to(gate_up.dtype)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
+        gate_up, weight = ctx.saved_tensors
+        gate, up = _halves(gate_up)
+        sigmoid = torch.sigmoid(gate)
+        silu, grad = gate * sigmoid, grads[0].to(gate.dtype)
+        grad_weight = (grad * silu * up).sum(dim=-1)
+        grad = grad * weight[:, None]
+        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
+        return torch.cat((grad_gate, grad * silu), dim=-1).to(gate_up.dtype), grad_weight.to(weight.dtype)
+
+
+def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
+    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
+    gate, up = wide.chunk(2, dim=-1)
+    return gate, up
+
+
+class Experts(nn.Module):
+    """The weights of all experts: ``gate_up`` [E, hidden, 2 ffn] (gate first) and ``down`` [E, ffn, hidden]."""
+
+    def __init__(self, experts: int, hidden: int, ffn: int) -> None:
+        super().__init__()
+        self.gate_up = nn.Parameter(torch.empty(experts, hidden, 2 * ffn))
+        self.down = nn.Parameter(torch.empty(experts, ffn, hidden))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Uniform in +-1/sqrt(fan_in), as torch's linear layers."""
+        for weight in (self.gate_up, self.down):
+            bound = 1 / math.sqrt(weight.shape[1])
+            nn.init.uniform_(weight, -bound, bound)
+
+    def forward(self, rows: Tensor, weight: Tensor, offsets: Tensor, product: GroupedProduct) -> Tensor:
+        """rows [R, hidden] sorted by expert, weight [R], offsets int32 [E]; returns [R, hidden] of their dtype."""
+        hidden = weighted_swiglu(product(rows, self.gate_up.to(rows.dtype), offsets), weight)
+        return product(hidden, self.down.to(rows.dtype), offsets)
