@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lf_graph import GraphError, MoE
+from lf_graph import GraphError, MoE, capture
 from lf_graph._moe_experts import choose_backend, masked_dense, weighted_swiglu
 from lf_graph._moe_route import gather_sum, load_balance_loss, route, router_z_loss, sort_by_expert, spread
+from lf_graph._uses import parameter_uses
 
 # what reads device memory back, or makes a shape from it
 READ_BACKS = {
@@ -188,6 +189,17 @@ def test_autocast_casts_each_expert_weight_once() -> None:
     assert casts == [(8, 16, 48), (8, 24, 16)]
 
 
+def test_expert_weights_are_read_through_their_cast_only_so_that_a_bfloat16_copy_can_stand_in() -> None:
+    moe = made()
+    with torch.autocast("cpu", torch.bfloat16):
+        uses = parameter_uses(moe, torch.randn(10, 16))
+    assert {name: use.only_cast_to for name, use in uses.items()} == {
+        "router.weight": None,
+        "experts.gate_up": torch.bfloat16,
+        "experts.down": torch.bfloat16,
+    }
+
+
 def test_weights_already_in_bfloat16_give_the_same_bits_as_casting_them() -> None:
     moe, x = made(), torch.randn(30, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -228,6 +240,23 @@ def test_results_repeat_bit_for_bit() -> None:
     first = bits()
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, bits(), strict=True))
+
+
+def test_a_captured_layer_follows_tokens_that_go_elsewhere() -> None:
+    moe = made(balance_weight=0.01, z_weight=0.001)
+    keep = torch.rand(3, 7) < 0.7
+    with capture(moe, torch.randn(3, 7, 16, requires_grad=True), keep) as captured:
+        for scale in (1.0, -2.0, 5.0):
+            x, keep = (torch.randn(3, 7, 16) * scale).requires_grad_(), torch.rand(3, 7) < 0.5
+            moe.zero_grad()
+            out = captured(x, keep)
+            (out.y.square().sum() + out.aux).backward()
+            grads = [p.grad.clone() for p in moe.parameters()]  # type: ignore[union-attr]
+            moe.zero_grad()
+            expected = moe(x, keep)
+            assert all(torch.equal(a, b) for a, b in zip(out, expected, strict=True))
+            (expected.y.square().sum() + expected.aux).backward()
+            assert all(torch.equal(a, p.grad) for a, p in zip(grads, moe.parameters(), strict=True))
 
 
 def test_a_permutation_of_the_tokens_permutes_the_output() -> None:
