@@ -28,6 +28,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils import _pytree as pytree
 from workloads import Workload
 
 LAUNCH_CALLS = (
@@ -58,9 +59,9 @@ class Case:
         """The plain model with its initial weights."""
         return self.workload.model(self.device, self.seed)
 
-    def inputs(self) -> list[Tensor]:
+    def inputs(self, seed: int = 1) -> Any:
         """The seeded batch."""
-        return self.workload.batch(self.batch, self.device)
+        return self.workload.batch(self.batch, self.device, seed)
 
 
 @dataclass
@@ -68,7 +69,8 @@ class Prepared:
     """A row ready to run.
 
     ``step`` does one whole optimizer step and returns the loss of its forward, still on the device; ``restart`` puts
-    the initial weights back and forgets the optimizer's moments, at unchanged addresses.
+    the initial weights back and forgets the optimizer's moments, at unchanged addresses. ``feeds`` are the tensors
+    that ``step`` reads its batch from (any nesting); curves.py copies every step's batch there.
     """
 
     step: Callable[[], Tensor]
@@ -76,6 +78,13 @@ class Prepared:
     close: Callable[[], None] = lambda: None
     trainable: int = 0
     facts: dict[str, Any] = field(default_factory=dict)
+    feeds: Any = None
+
+    def feed(self, batch: Any) -> None:
+        """Let the next steps compute ``batch``, which is nested as ``feeds``."""
+        pairs = zip(pytree.tree_leaves(self.feeds), pytree.tree_leaves(batch), strict=True)
+        for kept, given in pairs:
+            kept.copy_(given)
 
 
 @dataclass(frozen=True)
@@ -112,6 +121,11 @@ class Effort:
     window_steps: int = 1
     through_steps: int = 12
     profiled: bool = True
+
+
+def count_trained(model: torch.nn.Module) -> int:
+    """Number of values that are trained."""
+    return sum(p.numel() for p in model.parameters() if p.requires_grad)
 
 
 def reload_weights(model: torch.nn.Module, fresh: torch.nn.Module) -> None:

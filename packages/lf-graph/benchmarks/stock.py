@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from measure import Case, Prepared, Row, forget_moments, reload_weights
+from measure import Case, Prepared, Row, count_trained, forget_moments, reload_weights
 from torch import Tensor, nn
 from workloads import Workload
 
@@ -92,13 +92,6 @@ def only_attention(kind: str) -> Iterator[None]:
             getattr(cuda, f"enable_{name}_sdp")(on)
 
 
-def cast_frozen(model: nn.Module) -> None:
-    """Store parameters that are not trained in bfloat16, so that autocast need not cast them at every use."""
-    for p in model.parameters():
-        if not p.requires_grad:
-            p.data = p.data.bfloat16()
-
-
 def build(case: Case, variant: Variant) -> nn.Module:
     """The model as the variant stores it."""
     model = case.model()
@@ -107,7 +100,7 @@ def build(case: Case, variant: Variant) -> nn.Module:
     if variant.weights_bf16:
         model.bfloat16()
     if variant.frozen_bf16:
-        cast_frozen(model)
+        case.workload.freeze(model)
     return model
 
 
@@ -143,10 +136,10 @@ def adamw(model: nn.Module, variant: Variant, device: torch.device) -> torch.opt
 
 
 def whole_step(
-    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, variant: Variant
+    model: nn.Module, optimizer: torch.optim.Optimizer, case: Case, variant: Variant, batch: Any
 ) -> Callable[[], Tensor]:
     """zero_grad, forward under autocast, backward and update as one function."""
-    batch, loss_of, kind = case.inputs(), case.workload.loss, case.device.type
+    loss_of, kind = case.workload.loss, case.device.type
     update = torch.compile(optimizer.step, dynamic=False) if variant.compile_optimizer else optimizer.step
 
     def step() -> Tensor:
@@ -189,7 +182,8 @@ def prepare(case: Case, variant: Variant) -> Prepared:
         model = build(case, variant)
         optimizer = adamw(model, variant, case.device)
         called = compiled(model, case.workload, variant)
-        step = whole_step(called, optimizer, case, variant)
+        batch = case.inputs()
+        step = whole_step(called, optimizer, case, variant, batch)
         if variant.graph:
             optimizer.zero_grad(set_to_none=True)
             step = captured(step)
@@ -198,8 +192,7 @@ def prepare(case: Case, variant: Variant) -> Prepared:
             reload_weights(model, build(case, variant))
             forget_moments(optimizer)
 
-        count = sum(p.numel() for p in model.parameters() if p.requires_grad)
-        return Prepared(step, restart, undo.pop_all().close, count)
+        return Prepared(step, restart, undo.pop_all().close, count_trained(model), feeds=batch)
 
 
 def row_of(workload: Workload, batch: int, variant: Variant) -> Row:

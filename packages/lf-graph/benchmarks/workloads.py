@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -405,23 +406,32 @@ def vla_batch(dims: VLADims, batch: int, device: torch.device) -> list[Tensor]:
     ]
 
 
+def freeze_bfloat16(model: nn.Module) -> None:
+    """Store parameters that are not trained in bfloat16, so that autocast need not cast them at every use."""
+    for p in model.parameters():
+        if not p.requires_grad:
+            p.data = p.data.bfloat16()
+
+
 @dataclass(frozen=True)
 class Workload:
     """One model, how its batches are made and which parts a user would compile one by one.
 
-    ``loss(model, batch)`` is what one micro-batch computes. ``unit`` is what ``units(batch size)`` counts.
-    ``plain`` changes the model into the form that accelerated rows use (grouped experts); plain rows keep it as built.
+    ``loss(model, batch)`` is what one micro-batch computes; a batch is any nesting of tensors. ``unit`` is what
+    ``units(batch size)`` counts. ``accelerate`` changes the model into the form that accelerated rows use (grouped
+    experts); plain rows keep it as built. ``freeze`` casts what is not trained to bfloat16.
     """
 
     name: str
     build: Callable[[], nn.Module]
-    make_batch: Callable[[int, torch.device], list[Tensor]]
+    make_batch: Callable[[int, torch.device], Any]
     blocks: Callable[[nn.Module], Sequence[nn.Module]]
     batches: tuple[int, ...]
     length: int = 0
     unit: str = "samples"
     accelerate: Callable[[nn.Module], nn.Module] = lambda model: model
-    loss: Callable[[nn.Module, list[Tensor]], Tensor] = lambda model, batch: model(*batch)
+    freeze: Callable[[nn.Module], object] = freeze_bfloat16
+    loss: Callable[[nn.Module, Any], Tensor] = lambda model, batch: model(*batch)
 
     def model(self, device: torch.device, seed: int = 0) -> nn.Module:
         """A model in training mode; its values depend on ``seed`` and the kind of device only."""
@@ -429,7 +439,7 @@ class Workload:
         with device:  # initialised where it lives: 3 B random numbers on a CPU take half a minute
             return self.build().train()
 
-    def batch(self, size: int, device: torch.device, seed: int = 1) -> list[Tensor]:
+    def batch(self, size: int, device: torch.device, seed: int = 1) -> Any:
         """A batch of ``size``, the same for every row."""
         torch.manual_seed(seed)
         return self.make_batch(size, device)

@@ -16,6 +16,7 @@ import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 MODULES = ("workloads", "measure", "report", "stock", "bench_step")
+LAZY = ("workload_n16",)
 CPU = torch.device("cpu")
 
 
@@ -27,7 +28,7 @@ def bench() -> Iterator[Any]:
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
     finally:
         sys.path.remove(str(BENCHMARKS))
-        for name in MODULES:
+        for name in (*MODULES, *LAZY):
             sys.modules.pop(name, None)
 
 
@@ -90,6 +91,27 @@ def test_models_and_batches_depend_on_their_seed_only(bench: Any) -> None:
     assert all(torch.equal(a, b) for a, b in pairs)
     assert not torch.equal(first.act.weight, other.act.weight)
     assert all(map(torch.equal, workload.batch(2, CPU), workload.batch(2, CPU)))
+
+
+def test_the_exact_model_is_a_workload_whose_plain_row_runs(bench: Any) -> None:
+    pytest.importorskip("lf_meta")
+    (workload,) = bench.bench_step.chosen_workloads(["n16"], tiny=True)
+    row = bench.stock.row_of(workload, 1, bench.stock.EAGER_FUSED)
+
+    found = bench.measure.measure(row, CPU, bench.measure.Effort(windows=1, through_steps=1))
+
+    assert found["status"] == "ok", found
+    assert found["losses"][2] < found["losses"][0]
+
+
+def test_batches_are_fed_in_place_whatever_their_nesting(bench: Any) -> None:
+    feeds = ({"a": torch.zeros(2)}, torch.zeros(1))
+    prepared = bench.measure.Prepared(lambda: feeds[1], lambda: None, feeds=feeds)
+
+    prepared.feed(({"a": torch.tensor([1.0, 2.0])}, torch.tensor([3.0])))
+
+    assert feeds[0]["a"].tolist() == [1.0, 2.0]
+    assert feeds[1].tolist() == [3.0]
 
 
 # --- the measuring frame
