@@ -1,0 +1,173 @@
+"""One micro-batch, forward and backward, for one signature of inputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
+from lf_graph._cut import first_trainable
+from lf_graph._errors import GraphError
+from lf_graph._gradients import GradientSink
+from lf_graph._pool import GraphPool
+from lf_graph._sandbox import buffers_of, restored, swapped
+from lf_graph._segment import Autocast, Frozen, Piece, Segment
+from lf_graph._static import Signature, StaticInputs, TensorSpec, copy_into
+
+Loss = Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What every micro-batch graph of a step shares.
+
+    Attributes:
+        roots: the modules that are trained; their buffers are put back after warm-up.
+        loss: called with the batch; returns a mean loss, or (loss sum, count).
+        autocast: context factory for the forward.
+        compile: what runs compiled.
+        options: for Inductor.
+        cut: whether a frozen prefix gets a graph of its own.
+        shadows: parameters that the forward reads as another tensor.
+    """
+
+    roots: tuple[nn.Module, ...]
+    loss: Loss
+    autocast: Autocast
+    compile: CompileMode
+    options: dict[str, Any]
+    cut: bool
+    shadows: dict[Tensor, Tensor]
+
+
+class LossFunction:
+    """A batch's loss as a function of tensors that also adds to the step's totals.
+
+    Args:
+        loss: see :class:`Recipe`.
+        signature: of the batch; everything but tensors is a constant.
+        totals: float32 [2] on the device: summed loss and count since the last update.
+    """
+
+    def __init__(self, loss: Loss, signature: Signature, totals: Tensor) -> None:
+        self.loss, self.signature, self.totals = loss, signature, totals
+
+    def __call__(self, *tensors: Tensor) -> Tensor:
+        total, count = as_sum_and_count(self.call(tensors))
+        with torch.no_grad():
+            self.totals.add_(torch.stack((total.detach().float(), count.float())))
+        return total
+
+    def call(self, tensors: Sequence[Tensor]) -> Any:
+        """What the user's loss returns for these tensors."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
+        args, kwargs = torch.utils._pytree.tree_unflatten(leaves, self.signature.structure)
+        return self.loss(*args, **kwargs)
+
+
+def as_sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
+    """(loss sum, count) of what a loss function returned; a single loss counts as one.
+
+    Raises:
+        GraphError: it is neither a scalar tensor nor a pair of them.
+    """
+    pair = tuple(result) if isinstance(result, (tuple, list)) else (result,)
+    scalars = [x for x in pair if isinstance(x, Tensor) and x.numel() == 1]
+    if len(scalars) != len(pair) or len(pair) not in (1, 2):
+        shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in pair]
+        raise GraphError(f"the loss must be a scalar, or (loss sum, count); it returned {shapes}")
+    total = pair[0].reshape(())
+    count = pair[1].reshape(()) if len(pair) == 2 else torch.ones((), device=total.device)
+    return total, count
+
+
+class MicroGraph:
+    """Graphs of one micro-batch. Replay order: :meth:`load`, :meth:`replay_frozen`, :meth:`replay`."""
+
+    def __init__(self, recipe: Recipe, static: StaticInputs, totals: Tensor, pool: GraphPool) -> None:
+        self.recipe, self.static, self.pool = recipe, static, pool
+        self._totals = totals
+        self._kept: list[Any] = []
+        self._function = LossFunction(recipe.loss, static.signature, totals)
+        self.segment = self._segment(self._function)
+
+    def _segment(self, fn: Callable[..., Tensor]) -> Segment:
+        names = tuple(f"batch{i}" for i in range(len(self.static.tensors)))
+        piece = Piece(fn, names, ("loss",), "micro_batch", owners=self.recipe.roots)
+        return Segment([piece], ["loss"], self.pool, self.recipe.autocast)
+
+    def capture(self, prepare: Callable[[Sequence[Tensor]], GradientSink], frozen_pool: Any) -> None:
+        """Warm up, compile, capture.
+
+        Args:
+            prepare: called after the warm-up with the tensors that got gradients (shadows in the place of
+                shadowed parameters); returns where gradients go.
+            frozen_pool: memory of the frozen prefix.
+        """
+        backend, recipe = self.pool.backend, self.recipe
+        values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
+        with ExitStack() as stack:
+            stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
+            stack.enter_context(swapped(recipe.roots, recipe.shadows))
+            stack.enter_context(backend.preparing())
+            cut = self._find_cut()
+            stack.enter_context(self._compiling())
+            peak = backend.watch_peak()
+            used = self.segment.warm_up(values)
+            self.pool.check_budget("this step", peak())
+            sink = prepare(used)
+            with self.pool.counting():
+                self.segment.capture_forward(values, Frozen(frozen_pool, cut) if recipe.cut else None)
+                self.segment.make_seeds()
+                self.segment.capture_backward(sink)
+
+    def _find_cut(self) -> nn.Module | None:
+        """The module at whose call the frozen prefix ends."""
+        if not self.recipe.cut or self.recipe.compile == "model":
+            return None
+        units = blocks_of(self.recipe.roots) if self.recipe.compile == "blocks" else []
+        for root in self.recipe.roots:
+            with self.recipe.autocast(), torch.no_grad():
+                found = first_trainable(root, units, lambda: self._function.call(self.static.tensors))
+            if found is not None:
+                return found
+        return None
+
+    def _compiling(self) -> Any:
+        mode = self.recipe.compile
+        if mode == "blocks":
+            return self._keep(compiled(blocks_of(self.recipe.roots), self.recipe.options))
+        if mode == "model":
+            fast = compile_function(self.recipe.loss, self.recipe.options)
+            self._kept.append(fast)
+            self.segment = self._segment(LossFunction(fast, self.static.signature, self._totals))
+        return nullcontext()
+
+    def _keep(self, context: Any) -> Any:
+        stack = ExitStack()
+        self._kept.append(stack.enter_context(context))
+        return stack
+
+    def load(self, tensors: Sequence[Tensor]) -> int:
+        """Copy a batch to where the graphs read it; returns the number of tensors copied."""
+        return copy_into(self.static.tensors, tensors)
+
+    def replay_frozen(self) -> None:
+        """What reads no trainable parameter."""
+        self.segment.replay_frozen()
+
+    def replay(self) -> None:
+        """The rest of the forward, and the backward."""
+        self.segment.replay_forward()
+        self.segment.replay_backward()
+
+    def close(self) -> None:
+        """Free the graphs."""
+        self.segment.close()
+        self._kept.clear()

@@ -1,0 +1,458 @@
+"""``TrainStep``: a whole optimizer step as a handful of graph launches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from lf_graph._adamw import Launch
+from lf_graph._backend import Backend, Graph, Stream, backend_for
+from lf_graph._compile import CompileMode, require_no_own_graphs
+from lf_graph._errors import ClosedError, GraphError, SignatureError
+from lf_graph._pool import GraphPool
+from lf_graph._segment import Autocast
+from lf_graph._sinks import Direct, Into, require_all_used
+from lf_graph._static import Signature, StaticInputs, signature_of, tensors_of
+from lf_graph._stats import GraphStats
+from lf_graph._train_graph import MicroGraph, Recipe
+from lf_graph._update import make_update
+from lf_graph._uses import parameter_uses
+
+
+class StepResult(NamedTuple):
+    """What a step reports; tensors on the device, nothing was waited for.
+
+    Attributes:
+        loss: float32 [], mean loss of the update (sum / count over all micro-batches and ranks).
+        count: float32 [], what it is the mean of.
+    """
+
+    loss: Tensor
+    count: Tensor
+
+
+Reduce = Callable[[list[Tensor], Tensor], None]
+
+
+@dataclass(frozen=True)
+class Streams:
+    """``main`` runs what is trained, ``side`` the frozen prefix, ``update`` the optimizer."""
+
+    main: Stream
+    side: Stream
+    update: Stream
+
+
+class TrainStep:
+    """Forward, backward, gradient accumulation, clipping and the optimizer, captured at the first batch.
+
+    The model is used as it is. Frozen layers at its beginning get a graph of their own, which with
+    ``overlap=True`` runs beside the optimizer of the step before. Under bf16 autocast, parameters that the forward
+    reads only through their bf16 cast get a bf16 shadow that the optimizer writes: the same numbers without the
+    casts. Masters and optimizer state stay fp32, ``model.state_dict()`` and ``optimizer.state_dict()`` as usual.
+
+    Args:
+        model: the module whose parameters the optimizer trains.
+        optimizer: ``torch.optim.AdamW`` or ``Adam``; others run as they are, without shadows and gate.
+        loss: called with the batch, returns a mean loss or (loss sum, count); default: the model itself.
+        accumulate: most micro-batches per update. 1 lets the optimizer read gradients where the backward made them.
+        clip: largest global gradient norm; 0 does not clip.
+        gate: leave an update out when its gradients are not finite, and count it; None: on where possible.
+        autocast: dtype of autocast, such as ``torch.bfloat16``; None for none.
+        compile: "blocks" compiles the children of ModuleLists, "model" the whole loss, "off" nothing.
+        compile_options: for Inductor.
+        shadows: False keeps all parameters as they are.
+        fused: True insists on the flat AdamW, False on the optimizer as it is.
+        overlap: let the frozen prefix of the next step run beside the optimizer. Then parameters and optimizer
+            state may only be read after :meth:`join`; their ``state_dict()`` does that by itself.
+        max_graphs: most signatures held; the least recently used is closed.
+        max_bytes: budget of graph memory.
+        reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
+            stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`.
+        launch: sizes of the optimizer's kernels.
+        name: for errors and statistics.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        optimizer: torch.optim.Optimizer,
+        *,
+        loss: Callable[..., Any] | None = None,
+        accumulate: int = 1,
+        clip: float = 0.0,
+        gate: bool | None = None,
+        autocast: torch.dtype | None = None,
+        compile: CompileMode = "off",
+        compile_options: dict[str, Any] | None = None,
+        shadows: bool = True,
+        fused: bool | None = None,
+        overlap: bool = False,
+        max_graphs: int = 1,
+        max_bytes: int | None = None,
+        reduce: Reduce | None = None,
+        launch: Launch | None = None,
+        name: str = "step",
+    ) -> None:
+        if accumulate < 1 or max_graphs < 1:
+            raise GraphError("accumulate and max_graphs are at least 1")
+        require_no_own_graphs([model])
+        self.model, self.optimizer, self.name = model, optimizer, name
+        self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
+        self._loss = loss or model
+        self._reduce, self._launch = reduce, launch
+        self._clip, self._gate, self._fused = clip, gate, fused
+        self._dtype, self._shadows = autocast, shadows
+        self._compile, self._options = compile, dict(compile_options or {})
+        self._max_bytes = max_bytes
+        self._state: _State | None = None
+        self._pending = 0
+        self._counts = {"captures": 0, "replays": 0, "copies": 0}
+        self._hooks = [
+            model.register_state_dict_pre_hook(lambda *_: self.join()),
+            optimizer.register_state_dict_pre_hook(lambda *_: self.join()),
+        ]
+
+    # -- the step ---------------------------------------------------------------------------------------------
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
+        """One update from one micro-batch; the arguments are the loss function's.
+
+        Raises:
+            SignatureError: shapes, dtypes or constants that were not captured, with ``max_graphs`` reached.
+            GraphCaptureError: at the first batch, naming the operation that a graph cannot hold.
+        """
+        self.micro(*args, **kwargs)
+        return self.update()
+
+    def micro(self, *args: Any, **kwargs: Any) -> None:
+        """Forward and backward of one micro-batch; its gradients add to those since the last update."""
+        if self._pending >= self.accumulate:
+            raise GraphError(f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}")
+        state = self._require_state(args, kwargs)
+        graph = self._graph_for(state, args, kwargs)
+        state.update.before_forward()
+        caller, streams = state.backend.current_stream(), state.streams
+        streams.side.wait(caller)
+        streams.side.wait(streams.main)
+        if not self.overlap:
+            streams.side.wait(streams.update)
+        with streams.side.use():
+            self._counts["copies"] += graph.load(tensors_of(args, kwargs))
+            graph.replay_frozen()
+        streams.main.wait(streams.side)
+        streams.main.wait(streams.update)
+        with streams.main.use():
+            graph.replay()
+        self._pending += 1
+        self._counts["replays"] += len(graph.segment.graphs())
+
+    def update(self) -> StepResult:
+        """Reduce, clip and step on the gradients since the last update."""
+        state = self._state
+        if state is None or state.finish is None or state.optimize is None or not self._pending:
+            raise GraphError("update() needs a micro-batch first")
+        caller, streams = state.backend.current_stream(), state.streams
+        report = torch.empty_like(state.report)
+        streams.main.wait(caller)
+        with streams.main.use():
+            if self._reduce is not None:
+                self._reduce(state.buffers, state.totals)
+            state.finish.replay()
+            report.copy_(state.report)
+        streams.update.wait(streams.main)
+        with streams.update.use():
+            state.update.before_replay()
+            state.optimize.replay()
+        caller.wait(streams.main if self.overlap else streams.update)
+        self._pending = 0
+        self._counts["replays"] += 2
+        return StepResult(report[0], report[1])
+
+    def join(self) -> None:
+        """Let later work on the current stream see the parameters after the last update."""
+        if self._state is not None:
+            self._state.backend.current_stream().wait(self._state.streams.update)
+
+    @property
+    def norm(self) -> Tensor:
+        """float32 []: global gradient norm of the last update before clipping; after :meth:`join`."""
+        return self._open().update.norm
+
+    @property
+    def skipped(self) -> Tensor:
+        """int64 []: updates left out because of gradients that were not finite; after :meth:`join`."""
+        return self._open().update.skipped
+
+    # -- setting up -------------------------------------------------------------------------------------------
+
+    def _open(self) -> _State:
+        if self._state is None:
+            raise ClosedError(f"{self.name}: nothing is captured yet, or it was closed")
+        return self._state
+
+    def _require_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
+        if self._state is None:
+            self._state = self._build(args, kwargs)
+        return self._state
+
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
+        tensors = tensors_of(args, kwargs)
+        if not tensors:
+            raise GraphError("a batch needs at least one tensor")
+        backend = backend_for(tensors[0].device)
+        autocast = self._autocast(backend)
+        names = {id(p): n for n, p in self.model.named_parameters()}
+        shadowed = self._shadowed(autocast, args, kwargs)
+        update = make_update(
+            self.optimizer,
+            shadowed,
+            names,
+            clip=self._clip,
+            gate=self._gate,
+            fused=self._fused,
+            launch=self._launch,
+        )
+        compile = "off" if backend.executes_captures else self._compile
+        recipe = Recipe(
+            (self.model,), self._loss, autocast, compile, self._options, self.overlap, update.shadows()
+        )
+        return _State(backend, recipe, update, GraphPool(backend, self._max_bytes))
+
+    def _autocast(self, backend: Backend) -> Autocast:
+        dtype, kind = self._dtype, backend.device.type
+        if dtype is None:
+            return nullcontext
+        # the weight cache would keep casts of one capture alive into the next
+        return lambda: torch.autocast(kind, dtype, cache_enabled=False)
+
+    def _shadowed(self, autocast: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+        if not self._shadows or self._dtype is not torch.bfloat16:
+            return []
+
+        def forward(*a: Any, **k: Any) -> Any:
+            with autocast():
+                return self._loss(*a, **k)
+
+        uses = parameter_uses(_Owned(forward, self.model), *args, **kwargs)
+        parameters = dict(self.model.named_parameters(remove_duplicate=False))
+        trained = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
+        eligible = {n for n, u in uses.items() if u.only_cast_to is torch.bfloat16}
+        return list({id(p): p for n, p in parameters.items() if n in eligible and id(p) in trained}.values())
+
+    def _graph_for(self, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroGraph:
+        signature = signature_of(args, kwargs)
+        found = state.find(signature)
+        if found is not None:
+            return found
+        if state.graphs and self.max_graphs == 1:
+            raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
+        if self._pending:
+            raise GraphError("a new signature cannot be captured between micro-batches of one update")
+        while len(state.graphs) >= self.max_graphs:
+            state.backend.synchronize()
+            state.graphs.pop(0).close()
+        state.backend.synchronize()
+        graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
+        try:
+            graph.capture(lambda used: self._sink(state, used), state.frozen_pool)
+        except BaseException:
+            graph.close()
+            raise
+        state.graphs.append(graph)
+        self._counts["captures"] += 1
+        if state.optimize is None:
+            state.capture_update(graph)
+        return graph
+
+    def _sink(self, state: _State, used: list[Tensor]) -> Direct | Into:
+        index = state.index
+        require_all_used(used, index, state.update.names)
+        if self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None:
+            state.sink = Direct(index, len(state.update.parameters))
+            return state.sink
+        if not state.buffers:
+            state.make_buffers(used, self.accumulate)
+        state.sink = Into(index, state.views, "write" if self.accumulate == 1 else "add")
+        return state.sink
+
+    # -- the rest -----------------------------------------------------------------------------------------------
+
+    def stats(self) -> GraphStats:
+        """Counts and bytes so far."""
+        state = self._state
+        if state is None:
+            return GraphStats(self.name, "", **self._counts)
+        return GraphStats(
+            self.name,
+            state.backend.name,
+            graphs=len(state.all_graphs()),
+            operations=sum(g.operations for g in state.all_graphs()),
+            bytes=state.pool.bytes,
+            predicted_bytes=state.pool.predicted_bytes,
+            **self._counts,
+        )
+
+    def info(self) -> dict[str, str]:
+        """What was chosen automatically, and why."""
+        state = self._open()
+        cut = [c.frozen is not None for g in state.graphs for c in g.segment.captured]
+        asked = f"compile={self._compile!r}"
+        return {
+            "optimizer": state.update.kind,
+            "frozen prefix": "graph of its own" if any(cut) else "none",
+            "compile": asked if state.recipe.compile == self._compile else f"off: no compiler on {state.backend.name}",
+            "gradients": type(state.sink).__name__,
+        }
+
+    def close(self) -> None:
+        """Wait, free the graphs and let the model be used without this object; call it before
+        ``destroy_process_group``."""
+        if self._state is not None:
+            self.join()
+            self._state.backend.synchronize()
+            self._state.close()
+            self._state = None
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+
+    def __enter__(self) -> TrainStep:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+class _Owned:
+    """A function together with the module whose parameters are asked for."""
+
+    def __init__(self, fn: Callable[..., Any], model: nn.Module) -> None:
+        self.fn, self.model = fn, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)
+
+
+class _State:
+    """Everything that exists once the first batch is known."""
+
+    def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
+        self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
+        # frozen prefixes of one step and gradients of the step before are in use at the same time
+        self.frozen_pool = backend.new_pool()
+        self.update_pool = backend.new_pool()
+        self.streams = Streams(backend.new_stream(-1), backend.new_stream(-1), backend.new_stream())
+        self.totals = torch.zeros(2, device=backend.device)
+        self.report = torch.zeros(2, device=backend.device)
+        self.scale = torch.ones((), device=backend.device)
+        self.graphs: list[MicroGraph] = []  # the last one was used last
+        self.finish: Graph | None = None
+        self.optimize: Graph | None = None
+        self.buffers: list[Tensor] = []
+        self.views: list[Tensor] = []
+        self.sink: Direct | Into | None = None
+        shadows = update.shadows()
+        self.index = {id(shadows.get(p, p)): i for i, p in enumerate(update.parameters)}
+
+    def find(self, signature: Signature) -> MicroGraph | None:
+        """The graph of a signature, now the most recently used."""
+        for i, graph in enumerate(self.graphs):
+            known = graph.static.signature
+            if known.leaves == signature.leaves and known.structure == signature.structure:
+                self.graphs.append(self.graphs.pop(i))
+                return graph
+        return None
+
+    def make_buffers(self, used: list[Tensor], accumulate: int) -> None:
+        """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
+        by_index = {self.index[id(p)]: p for p in used}
+        dtypes = [torch.float32 if accumulate > 1 else by_index[i].dtype for i in range(len(by_index))]
+        views: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dtypes):
+            mine = [i for i, d in enumerate(dtypes) if d == dtype]
+            flat, cut = _flat_views([by_index[i] for i in mine], dtype)
+            self.buffers.append(flat)
+            views |= dict(zip(mine, cut, strict=True))
+        self.views = [views[i] for i in range(len(dtypes))]
+
+    def capture_update(self, graph: MicroGraph) -> None:
+        """Capture the end of the step, once: gradients have their addresses now."""
+        assert self.sink is not None
+        self.update.set_gradients(self.sink.gradients)
+        with self.backend.preparing():
+            self._finish_step()
+            self.update.rehearse(self.backend, self.scale)
+            self._clear()
+        self.finish, _ = self.backend.capture(self._finish_step, self.update_pool)
+        with self._untouched():
+            self.optimize, _ = self.backend.capture(self._optimize, self.update_pool)
+        self._clear()
+
+    def _untouched(self) -> Any:
+        """On a backend that executes captures, close the gate: the capture must not be an update."""
+        from lf_graph._sandbox import restored
+
+        touched = self.update_state() if self.backend.executes_captures else []
+        return restored(self.backend, touched)
+
+    def update_state(self) -> list[Tensor]:
+        """Everything an update writes."""
+        state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
+        shadows = [s.data for s in self.update.shadows().values()]
+        return [*[p.data for p in self.update.parameters], *state, *shadows, self.update.norm, self.update.skipped]
+
+    def update_optimizer_state(self) -> list[dict[str, Any]]:
+        """State of the optimizer, per parameter."""
+        optimizer = getattr(self.update, "optimizer", None) or self.update.flat.optimizer
+        return list(optimizer.state.values())
+
+    def _finish_step(self) -> None:
+        """Mean loss and the factor that turns summed gradients into those of the mean; totals start anew."""
+        count = self.totals[1].clamp(min=1)
+        self.scale.copy_(1 / count)
+        self.report.copy_(torch.stack((self.totals[0] / count, self.totals[1])))
+        self.totals.zero_()
+
+    def _optimize(self) -> None:
+        self.update.step(self.scale)
+        if isinstance(self.sink, Into) and self.sink.adds:
+            for buffer in self.buffers:
+                buffer.zero_()
+
+    def _clear(self) -> None:
+        self.totals.zero_()
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def all_graphs(self) -> list[Graph]:
+        """All graphs."""
+        ends = [g for g in (self.finish, self.optimize) if g is not None]
+        return [g for m in self.graphs for g in m.segment.graphs()] + ends
+
+    def close(self) -> None:
+        """Free all graphs."""
+        for graph in self.graphs:
+            graph.close()
+        for end in (self.finish, self.optimize):
+            if end is not None:
+                end.close()
+        self.graphs, self.finish, self.optimize = [], None, None
+        if hasattr(self.update, "flat"):
+            self.update.flat.close()
+
+
+def _flat_views(parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """One buffer for gradients of ``parameters``, each part beginning at a multiple of 256 bytes."""
+    unit = 256 // dtype.itemsize
+    starts, end = [], 0
+    for p in parameters:
+        starts.append(end)
+        end += -(-p.numel() // unit) * unit
+    flat = torch.zeros(end, dtype=dtype, device=parameters[0].device)
+    return flat, [flat[s : s + p.numel()].view(p.shape) for s, p in zip(starts, parameters, strict=True)]
