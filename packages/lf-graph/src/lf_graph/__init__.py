@@ -1,5 +1,6 @@
 """Training steps as CUDA graphs, captured in pieces and checked before capture."""
 
+from lf_graph._adamw import Launch
 from lf_graph._capture import Captured, capture
 from lf_graph._chain import Chain, Eager
 from lf_graph._errors import (
@@ -16,6 +17,7 @@ from lf_graph._moe import MoE, MoEOutput
 from lf_graph._pool import GraphPool
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
+from lf_graph._train_step import StepResult, TrainStep
 
 __version__ = "0.1.0"
 
@@ -34,10 +36,13 @@ __all__ = [
     "GraphError",
     "GraphPool",
     "GraphStats",
+    "Launch",
     "MoE",
     "MoEOutput",
     "Piece",
     "SignatureError",
     "StaleReplayError",
+    "StepResult",
+    "TrainStep",
     "capture",
 ]

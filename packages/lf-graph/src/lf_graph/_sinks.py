@@ -29,9 +29,16 @@ class Direct:
 class Into:
     """Writes gradients over, or adds them into, buffers at fixed addresses, inside the graph."""
 
-    def __init__(self, index: dict[int, int], buffers: Sequence[Tensor], mode: Literal["write", "add"]) -> None:
+    def __init__(
+        self, index: dict[int, int], buffers: Sequence[Tensor], mode: Literal["write", "add"]
+    ) -> None:
         self._index, self._buffers, self._mode = index, buffers, mode
         self._written: set[int] = set()
+
+    @property
+    def adds(self) -> bool:
+        """Whether the buffers must be zero before the first micro-batch."""
+        return self._mode == "add"
 
     @property
     def gradients(self) -> list[Tensor | None]:

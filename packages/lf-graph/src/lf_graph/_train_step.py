@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +15,7 @@ from lf_graph._backend import Backend, Graph, Stream, backend_for
 from lf_graph._compile import CompileMode, require_no_own_graphs
 from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._pool import GraphPool
+from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
 from lf_graph._sinks import Direct, Into, require_all_used
 from lf_graph._static import Signature, StaticInputs, signature_of, tensors_of
@@ -24,7 +25,8 @@ from lf_graph._update import make_update
 from lf_graph._uses import parameter_uses
 
 
-class StepResult(NamedTuple):
+@dataclass(frozen=True)
+class StepResult:
     """What a step reports; tensors on the device, nothing was waited for.
 
     Attributes:
@@ -133,7 +135,9 @@ class TrainStep:
     def micro(self, *args: Any, **kwargs: Any) -> None:
         """Forward and backward of one micro-batch; its gradients add to those since the last update."""
         if self._pending >= self.accumulate:
-            raise GraphError(f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}")
+            raise GraphError(
+                f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}"
+            )
         state = self._require_state(args, kwargs)
         graph = self._graph_for(state, args, kwargs)
         state.update.before_forward()
@@ -182,12 +186,14 @@ class TrainStep:
     @property
     def norm(self) -> Tensor:
         """float32 []: global gradient norm of the last update before clipping; after :meth:`join`."""
-        return self._open().update.norm
+        found: Tensor = self._open().update.norm
+        return found
 
     @property
     def skipped(self) -> Tensor:
         """int64 []: updates left out because of gradients that were not finite; after :meth:`join`."""
-        return self._open().update.skipped
+        found: Tensor = self._open().update.skipped
+        return found
 
     # -- setting up -------------------------------------------------------------------------------------------
 
@@ -270,7 +276,7 @@ class TrainStep:
             state.capture_update(graph)
         return graph
 
-    def _sink(self, state: _State, used: list[Tensor]) -> Direct | Into:
+    def _sink(self, state: _State, used: Sequence[Tensor]) -> Direct | Into:
         index = state.index
         require_all_used(used, index, state.update.names)
         if self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None:
@@ -306,7 +312,9 @@ class TrainStep:
         return {
             "optimizer": state.update.kind,
             "frozen prefix": "graph of its own" if any(cut) else "none",
-            "compile": asked if state.recipe.compile == self._compile else f"off: no compiler on {state.backend.name}",
+            "compile": asked
+            if state.recipe.compile == self._compile
+            else f"off: no compiler on {state.backend.name}",
             "gradients": type(state.sink).__name__,
         }
 
@@ -369,7 +377,7 @@ class _State:
                 return graph
         return None
 
-    def make_buffers(self, used: list[Tensor], accumulate: int) -> None:
+    def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
         """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
         by_index = {self.index[id(p)]: p for p in used}
         dtypes = [torch.float32 if accumulate > 1 else by_index[i].dtype for i in range(len(by_index))]
@@ -396,8 +404,6 @@ class _State:
 
     def _untouched(self) -> Any:
         """On a backend that executes captures, close the gate: the capture must not be an update."""
-        from lf_graph._sandbox import restored
-
         touched = self.update_state() if self.backend.executes_captures else []
         return restored(self.backend, touched)
 
@@ -405,7 +411,13 @@ class _State:
         """Everything an update writes."""
         state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
         shadows = [s.data for s in self.update.shadows().values()]
-        return [*[p.data for p in self.update.parameters], *state, *shadows, self.update.norm, self.update.skipped]
+        return [
+            *[p.data for p in self.update.parameters],
+            *state,
+            *shadows,
+            self.update.norm,
+            self.update.skipped,
+        ]
 
     def update_optimizer_state(self) -> list[dict[str, Any]]:
         """State of the optimizer, per parameter."""

@@ -80,7 +80,9 @@ class FlatUpdate:
         self.norm, self.skipped = self.fused.norm, self.fused.skipped
         shadows = [p for p in self.parameters if self.flat.has_shadow(p)]
         self._shadows: dict[Tensor, Tensor] = {p: nn.Parameter(self.flat.shadow_of(p)) for p in shadows}
-        self.kind = f"flat AdamW ({self.fused.implementation}: {self.fused.reason}), {len(shadows)} bf16 shadows"
+        self.kind = (
+            f"flat AdamW ({self.fused.implementation}: {self.fused.reason}), {len(shadows)} bf16 shadows"
+        )
         self._version = _versions(self.parameters)
 
     def shadows(self) -> dict[Tensor, Tensor]:

@@ -1,0 +1,92 @@
+"""Our rows: the same models through :class:`lf_graph.TrainStep`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from measure import Case, Prepared, Row, forget_moments, reload_weights
+from stock import LEARNING_RATE, cast_frozen
+from workloads import Workload
+
+from lf_graph import Launch, TrainStep
+
+
+@dataclass(frozen=True)
+class Ours:
+    """One configuration of TrainStep."""
+
+    name: str = "lf-graph"
+    compile: str = "blocks"
+    overlap: bool = True
+    shadows: bool = True
+    options: dict[str, Any] = field(default_factory=dict)
+    launch: Launch | None = None
+    expect_s: float = 55.0
+
+
+def prepare(case: Case, ours: Ours) -> Prepared:
+    """Set one configuration up."""
+    model = case.workload.accelerate(case.model())
+    cast_frozen(model)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    step = TrainStep(
+        model,
+        optimizer,
+        loss=lambda *batch: case.workload.loss(model, list(batch)),
+        autocast=torch.bfloat16,
+        compile=ours.compile if case.device.type == "cuda" else "off",
+        compile_options=ours.options,
+        shadows=ours.shadows,
+        overlap=ours.overlap,
+        launch=ours.launch,
+    )
+    batch = case.inputs()
+
+    def run() -> torch.Tensor:
+        return step(*batch).loss
+
+    def restart() -> None:
+        step.join()
+        fresh = case.workload.accelerate(case.model())
+        reload_weights(model, fresh)
+        forget_moments(optimizer)
+
+    prepared = Prepared(run, restart, step.close, sum(p.numel() for p in trained))
+    prepared.facts = _Facts(step)
+    return prepared
+
+
+class _Facts(dict[str, Any]):
+    """What the step chose by itself, asked for after it ran."""
+
+    def __init__(self, step: TrainStep) -> None:
+        super().__init__()
+        self._step = step
+
+    def items(self) -> Any:  # json.dumps reads a dict through items()
+        self.update(self._step.info())
+        return super().items()
+
+
+def row_of(workload: Workload, batch: int, ours: Ours) -> Row:
+    """The measurable row of a configuration."""
+    setup: Callable[[Case], Prepared] = lambda case: prepare(case, ours)  # noqa: E731
+    return Row(
+        workload, batch, ours.name, "ours", setup, expect_s=ours.expect_s, urgent=True, needs_gpu=False
+    )
+
+
+def configurations(workload: Workload) -> list[Ours]:
+    """What is measured of a workload: blocks where layers are frozen before the trained ones, else the whole."""
+    if workload.name.startswith(("vla", "n16")):
+        return [Ours()]
+    return [Ours(compile="model", expect_s=100)]
+
+
+def rows(workload: Workload) -> list[Row]:
+    """All our rows of a workload."""
+    return [row_of(workload, batch, ours) for batch in workload.batches for ours in configurations(workload)]
