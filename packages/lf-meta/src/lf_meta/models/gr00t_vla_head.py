@@ -24,7 +24,7 @@ def time_features(time: Tensor, width: int) -> Tensor:
     """(cos, sin) of time at width / 2 frequencies from 1 down to 1e-4, both ends included: [B] to [B, width]."""
     half = width // 2
     steps = torch.arange(half, dtype=torch.float32, device=time.device)
-    angle = time.float()[:, None] * torch.exp(steps * (-math.log(10_000) / (half - 1)))
+    angle = time.float()[:, None] * torch.exp(-math.log(10_000) * steps / (half - 1))
     return torch.cat((angle.cos(), angle.sin()), dim=-1)
 
 
