@@ -14,6 +14,7 @@ from lf_graph._errors import (
 )
 from lf_graph._mask import BlockSparse, Causal, DynamicMaskBuffer, Full
 from lf_graph._moe import MoE, MoEOutput
+from lf_graph._moe_host import HostRoutedMoE, HostRouting
 from lf_graph._pool import GraphPool
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
@@ -36,6 +37,8 @@ __all__ = [
     "GraphError",
     "GraphPool",
     "GraphStats",
+    "HostRoutedMoE",
+    "HostRouting",
     "Launch",
     "MoE",
     "MoEOutput",

@@ -108,7 +108,7 @@ class MoE(nn.Module):
         dtype = compute_dtype(self.experts.down, flat)
         with no_autocast(flat.device):
             logits = self._logits(flat, dtype)
-            routing = route(logits, self.top_k, self.normalize, kept)
+            routing = self._route(logits, kept)
             counts = routing.counts()
             y = self._experts(flat.to(dtype), routing, kept)
             return MoEOutput(y.view(x.shape), self._aux(logits, routing, counts, kept), counts)
@@ -130,9 +130,12 @@ class MoE(nn.Module):
         product = wide if self.router_fp32 else dtype
         return F.linear(x.to(product), self.router.weight.to(product)).to(wide)
 
+    def _route(self, logits: Tensor, keep: Tensor | None) -> Routing:
+        return route(logits, self.top_k, self.normalize, keep)
+
     def _experts(self, x: Tensor, r: Routing, keep: Tensor | None) -> Tensor:
         backend = self.expert_backend(x.device, x.dtype)
-        weight = row_weights(r, r.order, r.inverse, keep)
+        weight = row_weights(r.weights, r.order, r.inverse, keep)
         rows = self.experts(spread(x, r.tokens, r.inverse, keep), weight, r.offsets, backend.product)
         return gather_sum(rows, r.tokens, r.inverse, keep)
 
@@ -145,10 +148,11 @@ class MoE(nn.Module):
         return aux
 
 
-def row_weights(r: Routing, assignment: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
-    """The weight of each row [R]: ``assignment`` int64 [R] of each row, ``rows`` int64 [N, top_k] as in spread."""
-    keep = None if keep is None else keep[:, None].expand(r.weights.shape).reshape(-1)
-    return spread(r.weights.reshape(-1, 1), assignment, rows.reshape(-1, 1), keep).squeeze(1)
+def row_weights(weights: Tensor, assignment: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
+    """The weight of each row [R] for weights [N, top_k], with the ``assignment`` int64 [R] of each row and
+    ``rows`` int64 [N, top_k] as in spread."""
+    keep = None if keep is None else keep[:, None].expand(weights.shape).reshape(-1)
+    return spread(weights.reshape(-1, 1), assignment, rows.reshape(-1, 1), keep).squeeze(1)
 
 
 def compute_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
