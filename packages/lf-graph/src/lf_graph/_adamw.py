@@ -49,11 +49,13 @@ class Launch:
     vector: int = 4
 
     def __post_init__(self) -> None:
-        """Refuses sizes that would leave no full block: those only are read 16 bytes at a time."""
-        if self.block < 1 or self.block & (self.block - 1) or self.chunk % self.block:
+        """Refuses sizes that leave no full block (only those are read 16 bytes at a time) or no program."""
+        if self.block < 1 or self.block & (self.block - 1) or self.chunk % self.block or self.chunk < 128:
             raise ValueError(
-                f"block {self.block}, chunk {self.chunk}: use a power of two and a multiple of it"
+                f"{self}: block must be a power of two, chunk a multiple of block and at least 128"
             )
+        if self.vector not in (4, 8) or self.warps < 1 or self.programs < 0:
+            raise ValueError(f"{self}: vector is 4 or 8, warps at least 1, programs 0 or more")
 
 
 @dataclass(frozen=True, eq=False)
