@@ -18,7 +18,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,15 +79,18 @@ def by_urgency(rows: Iterable[Row]) -> list[Row]:
     return [r for r in rows if r.urgent] + sorted((r for r in rows if not r.urgent), key=lambda r: r.expect_s)
 
 
+def rows_from(module: str, workload: Workload) -> list[Row]:
+    """Rows of a module beside this one for a workload; none where there is no such file."""
+    if not (HERE / f"{module.replace('.', '/')}.py").exists():
+        print(f"no rows from {module}: no such file beside bench_step.py", file=sys.stderr)
+        return []
+    found: list[Row] = importlib.import_module(module).rows(workload)
+    return found
+
+
 def chosen_rows(modules: Iterable[str], selected: list[Workload], args: argparse.Namespace) -> list[Row]:
     """Rows of the modules named, filtered, in the order they run."""
-    found = []
-    for name in modules:
-        if not (HERE / f"{name.replace('.', '/')}.py").exists():
-            print(f"no rows from {name}: no such file beside bench_step.py", file=sys.stderr)
-            continue
-        rows_of: Callable[[Workload], list[Row]] = importlib.import_module(name).rows
-        found += [row for workload in selected for row in rows_of(workload)]
+    found = [row for name in modules for workload in selected for row in rows_from(name, workload)]
     if args.only:
         found = [r for r in found if r.key == args.only]
     patterns = [p for p in args.match.split(",") if p]
@@ -169,20 +172,22 @@ class Run:
             print(f"{row.key} [{row.source}]: {result['status']}, {ms} ({took:.0f} s)", flush=True)
             self.write()
 
-    def write(self) -> None:
-        """Write what is known so far."""
-        if not self.args.json:
-            return
-        settings = {k: str(v) for k, v in vars(self.args).items() if k != "json"}
-        document = {
+    def document(self) -> dict[str, Any]:
+        """What is written as JSON."""
+        return {
             "version": VERSION,
             "machine": machine(self.device),
-            "settings": settings,
+            "settings": {k: str(v) for k, v in vars(self.args).items() if k != "json"},
             "rows": report.with_parity(self.results),
         }
+
+    def write(self) -> None:
+        """Write what is known so far; the file is complete at any time."""
+        if not self.args.json:
+            return
         self.args.json.parent.mkdir(parents=True, exist_ok=True)
         partial = self.args.json.with_suffix(".partial")
-        partial.write_text(json.dumps(document, indent=1))
+        partial.write_text(json.dumps(self.document(), indent=1))
         partial.replace(self.args.json)
 
 

@@ -82,6 +82,8 @@ class Prepared:
 
     def feed(self, batch: Any) -> None:
         """Let the next steps compute ``batch``, which is nested as ``feeds``."""
+        if self.feeds is None:
+            raise TypeError("this row does not say where it reads its batch: give Prepared(feeds=...)")
         pairs = zip(pytree.tree_leaves(self.feeds), pytree.tree_leaves(batch), strict=True)
         for kept, given in pairs:
             kept.copy_(given)
@@ -262,7 +264,7 @@ def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:
         result["units_per_s"] = case.workload.units(case.batch) / result["step_ms"] * 1000
         if effort.profiled:
             result |= profile_step(prepared.step, device)
-        return result | {"facts": prepared.facts}
+        return result | {"facts": dict(prepared.facts.items())}  # read before close
     finally:
         prepared.close()
 

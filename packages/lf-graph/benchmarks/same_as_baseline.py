@@ -1,4 +1,4 @@
-"""Prove that workloads.py computes what the baseline's classes compute, bit for bit, forward and backward.
+"""Prove that models.py computes what the baseline's classes compute, bit for bit, forward and backward.
 
     python same_as_baseline.py /path/to/baselines
 
@@ -17,14 +17,15 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import models as m
 import torch
 import torch.nn.functional as F
 import workloads as w
 from torch import Tensor, nn
 
-LM_TINY = w.LMDims(2, 32, 4, 48, vocab=97, kv_heads=2, head_dim=8)
-VLA_TINY = w.VLADims(
-    w.LMDims(6, 32, 4, 48, vocab=97, kv_heads=2, head_dim=8),
+LM_TINY = m.LMDims(2, 32, 4, 48, vocab=97, kv_heads=2, head_dim=8)
+VLA_TINY = m.VLADims(
+    m.LMDims(6, 32, 4, 48, vocab=97, kv_heads=2, head_dim=8),
     image=56,
     vision_layers=1,
     vision_ffn=24,
@@ -57,7 +58,7 @@ def load_grouped(folder: Path) -> Any:
     return names["GMoE"]
 
 
-def language(base: ModuleType, dims: w.LMDims) -> nn.Module:
+def language(base: ModuleType, dims: m.LMDims) -> nn.Module:
     """The baseline's LM of these dimensions."""
     moe = (dims.experts, dims.top_k) if dims.experts else None
     model: nn.Module = base.LM(
@@ -66,7 +67,7 @@ def language(base: ModuleType, dims: w.LMDims) -> nn.Module:
     return model
 
 
-def small_vla(base: ModuleType, dims: w.VLADims) -> nn.Module:
+def small_vla(base: ModuleType, dims: m.VLADims) -> nn.Module:
     """The baseline's VLA with small parts; its own forward."""
     model: Any = base.VLA.__new__(base.VLA)
     nn.Module.__init__(model)
@@ -102,7 +103,7 @@ def gradients(model: nn.Module, batch: list[Tensor]) -> tuple[Tensor, dict[str, 
 def must_agree(name: str, theirs: nn.Module, ours: nn.Module, batch: list[Tensor]) -> None:
     """Load their weights into ours and compare everything, bit by bit."""
     ours.load_state_dict(theirs.state_dict())
-    trained = [[n for n, p in m.named_parameters() if p.requires_grad] for m in (theirs, ours)]
+    trained = [[n for n, p in x.named_parameters() if p.requires_grad] for x in (theirs, ours)]
     assert trained[0] == trained[1], f"{name}: other parameters are trained"
     (loss, grads), (our_loss, our_grads) = gradients(theirs, batch), gradients(ours, batch)
     assert torch.equal(loss, our_loss), f"{name}: loss {our_loss} instead of {loss}"
@@ -114,7 +115,7 @@ def must_agree(name: str, theirs: nn.Module, ours: nn.Module, batch: list[Tensor
 
 def must_count(name: str, theirs: nn.Module, ours: nn.Module) -> None:
     """Full size: the same names, shapes and trained parameters."""
-    shapes = [{n: (p.shape, p.requires_grad) for n, p in m.named_parameters()} for m in (theirs, ours)]
+    shapes = [{n: (p.shape, p.requires_grad) for n, p in x.named_parameters()} for x in (theirs, ours)]
     assert shapes[0] == shapes[1], f"{name}: parameters differ"
     count = sum(p.numel() for p in ours.parameters() if p.requires_grad)
     print(f"{name}: {len(shapes[0])} parameters of the same shapes, {count / 1e9:.3f} B trained")
@@ -125,17 +126,17 @@ def main(folder: Path) -> None:
     torch.manual_seed(0)
     base, cpu = load_baseline(folder), torch.device("cpu")
     ids = w.lm_batch(97, 2, 16, cpu)
-    must_agree("LM", language(base, LM_TINY), w.LM(LM_TINY), ids)
-    must_agree("MoE loop", language(base, w.TINY_MOE), w.LM(w.TINY_MOE), ids)
-    must_agree("VLA", small_vla(base, VLA_TINY), w.VLA(VLA_TINY), w.vla_batch(VLA_TINY, 2, cpu))
+    must_agree("LM", language(base, LM_TINY), m.LM(LM_TINY), ids)
+    must_agree("MoE loop", language(base, w.TINY_MOE), m.LM(w.TINY_MOE), ids)
+    must_agree("VLA", small_vla(base, VLA_TINY), m.VLA(VLA_TINY), w.vla_batch(VLA_TINY, 2, cpu))
     base_loop, base.MoE = base.MoE, load_grouped(folder)
-    grouped = w.group_experts(w.LM(w.TINY_MOE))
+    grouped = m.group_experts(m.LM(w.TINY_MOE))
     must_agree("MoE grouped", language(base, w.TINY_MOE), grouped, ids)
     base.MoE = base_loop
     with torch.device("meta"):
-        must_count("LM 1.65 B", language(base, w.LM_DIMS), w.LM(w.LM_DIMS))
-        must_count("MoE", language(base, w.MOE_DIMS), w.LM(w.MOE_DIMS))
-        must_count("VLA", base.VLA(), w.VLA(w.VLA_DIMS))
+        must_count("LM 1.65 B", language(base, w.LM_DIMS), m.LM(w.LM_DIMS))
+        must_count("MoE", language(base, w.MOE_DIMS), m.LM(w.MOE_DIMS))
+        must_count("VLA", base.VLA(), m.VLA(w.VLA_DIMS))
 
 
 if __name__ == "__main__":

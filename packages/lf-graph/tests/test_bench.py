@@ -15,7 +15,7 @@ import pytest
 import torch
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("workloads", "measure", "report", "stock", "bench_step")
+MODULES = ("models", "workloads", "measure", "report", "stock", "bench_step")
 LAZY = ("workload_n16",)
 CPU = torch.device("cpu")
 
@@ -51,17 +51,16 @@ def trained(model: torch.nn.Module) -> int:
 
 
 def test_full_sizes_have_the_parameters_the_bars_were_measured_with(bench: Any) -> None:
-    w = bench.workloads
+    m, w = bench.models, bench.workloads
     with torch.device("meta"):
-        counts = [trained(m) for m in (w.VLA(w.VLA_DIMS), w.LM(w.LM_DIMS), w.LM(w.MOE_DIMS))]
+        counts = [trained(x) for x in (m.VLA(w.VLA_DIMS), m.LM(w.LM_DIMS), m.LM(w.MOE_DIMS))]
     assert [round(n / 1e9, 2) for n in counts] == [1.29, 1.64, 2.82]
 
 
 def test_grouped_experts_compute_what_the_loop_computes(bench: Any) -> None:
-    w = bench.workloads
     torch.manual_seed(0)
-    loop = w.ExpertLoop(32, 16, experts=4, top_k=2)
-    grouped = w.GroupedMoE.from_loop(loop)
+    loop = bench.models.ExpertLoop(32, 16, experts=4, top_k=2)
+    grouped = bench.models.GroupedMoE.from_loop(loop)
     x = torch.randn(2, 9, 32)
 
     y = grouped(x)
