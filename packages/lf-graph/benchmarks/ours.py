@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 from measure import Case, Prepared, Row, forget_moments, reload_weights
-from stock import LEARNING_RATE, cast_frozen
+from stock import LEARNING_RATE
 from workloads import Workload
 
 from lf_graph import Launch, TrainStep
@@ -30,7 +30,7 @@ class Ours:
 def prepare(case: Case, ours: Ours) -> Prepared:
     """Set one configuration up."""
     model = case.workload.accelerate(case.model())
-    cast_frozen(model)
+    case.workload.freeze(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     step = TrainStep(

@@ -19,6 +19,7 @@ import torch
 
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
+from lf_graph._recorder import Refusing
 from lf_graph._where import user_line
 
 
@@ -105,21 +106,21 @@ class _Recording:
 
     def abort(self) -> None:
         """Leave capture mode and give the memory back; never raises."""
-        with contextlib.suppress(RuntimeError):
+        try:
             self._graph.capture_end()
-        self._forget()
+        except RuntimeError:
+            self._forget()
+        else:
+            self._graph.reset()
+            self._stack.close()
 
     def _forget(self) -> None:
-        # after a failed capture torch's allocator may still route this stream into the pool
+        """Undo what a failed ``capture_end`` leaves: the allocator would keep the pool until exit (pytorch#190308)."""
         index = self._owner.device.index
-        with contextlib.suppress(RuntimeError, AttributeError):
-            torch._C._cuda_endAllocateToPool(index, self._pool)
-        with contextlib.suppress(RuntimeError):
-            self._graph.reset()
+        for undo in (torch._C._cuda_endAllocateToPool, torch._C._cuda_releasePool):
+            with contextlib.suppress(RuntimeError):
+                undo(index, self._pool)
         self._stack.close()
-        gc.collect()
-        with contextlib.suppress(RuntimeError):
-            torch.cuda.empty_cache()
 
 
 class CudaBackend:
@@ -154,7 +155,7 @@ class CudaBackend:
         except Exception as e:
             recording.abort()
             if _is_capture_failure(e):
-                raise _explain(e) from e
+                raise (_diagnose(fn) or _explain(e)) from e
             raise
         except BaseException:
             recording.abort()
@@ -229,6 +230,18 @@ class CudaBackend:
 def _is_capture_failure(error: Exception) -> bool:
     """CUDA reports every refused call as a RuntimeError; torch gives it no type of its own."""
     return isinstance(error, RuntimeError) and ("captur" in str(error).lower())
+
+
+def _diagnose(fn: Callable[[], object]) -> GraphCaptureError | None:
+    """Run ``fn`` again without a capture, to learn the operator and the line that CUDA only calls a failure."""
+    try:
+        with Refusing():
+            fn()
+    except GraphCaptureError as named:
+        return named
+    except Exception:
+        return None  # a backward cannot run twice; the first error stands
+    return None
 
 
 def _explain(error: Exception) -> GraphCaptureError:

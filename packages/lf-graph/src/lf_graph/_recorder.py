@@ -50,7 +50,34 @@ def refused_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if masks:
             return _UNKNOWN_SIZE, "index with integers, or use torch.where(mask, a, b)"
+    return _copy_across(name, args, kwargs)
+
+
+def _crosses(source: Tensor, target: torch.device) -> tuple[str, str] | None:
+    """A copy between host and device that would have to wait for the device."""
+    if source.device.type == "cpu" and target.type == "cuda" and not source.is_pinned():
+        return "it copies from pageable host memory", "pin the tensor, or make it on the device"
+    if source.device.type == "cuda" and target.type == "cpu":
+        return _READ_BACK, "copy it after the replay"
     return None
+
+
+def _copy_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[str, str] | None:
+    if name == "aten::_to_copy":
+        return _crosses(args[0], kwargs.get("device") or args[0].device)
+    if name == "aten::copy_":
+        return _crosses(args[1], args[0].device)
+    return None
+
+
+class Refusing(TorchDispatchMode):
+    """Raises :class:`GraphCaptureError` at the first operator that a graph cannot hold."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        _raise_if_refused(func, args, kwargs or {})
+        return func(*args, **(kwargs or {}))
 
 
 def _raise_if_refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
