@@ -14,8 +14,14 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lf_graph import GraphError, MoE, capture
-from lf_graph._moe_experts import choose_backend, masked_dense, weighted_swiglu
+from lf_graph import GraphError, MoE, _moe_experts, capture
+from lf_graph._moe_experts import (
+    choose_backend,
+    grouped_mm,
+    grouped_mm_clearing_idle,
+    masked_dense,
+    weighted_swiglu,
+)
 from lf_graph._moe_route import gather_sum, load_balance_loss, route, router_z_loss, sort_by_expert, spread
 from lf_graph._uses import parameter_uses
 
@@ -85,7 +91,7 @@ class NoReadBack(TorchDispatchMode):
 @contextmanager
 def nan_in_fresh_memory() -> Iterator[None]:
     """torch.empty holds NaN, so that what is used before it is written is seen."""
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         yield
     finally:
@@ -259,6 +265,16 @@ def test_a_captured_layer_follows_tokens_that_go_elsewhere() -> None:
             assert all(torch.equal(a, p.grad) for a, p in zip(grads, moe.parameters(), strict=True))
 
 
+def test_it_compiles_as_one_graph_forward_and_backward() -> None:
+    moe, x = made(balance_weight=0.01), torch.randn(3, 7, 16, requires_grad=True)
+    compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    for keep in (None, torch.rand(3, 7) < 0.7):
+        a, b = moe(x, keep), compiled(x, keep)
+        assert torch.equal(a.counts, b.counts)
+        for left, right in zip(gradients(moe, x, a.y), gradients(moe, x, b.y), strict=True):
+            torch.testing.assert_close(left, right)
+
+
 def test_a_permutation_of_the_tokens_permutes_the_output() -> None:
     moe, x = made().double(), torch.randn(60, 16, dtype=torch.float64)
     shuffle = torch.randperm(60)
@@ -395,7 +411,9 @@ def test_the_backend_that_runs_and_its_reason_are_told(
     ("major", "dtype", "name"),
     [
         (9, torch.bfloat16, "grouped_mm"),
+        (10, torch.bfloat16, "grouped_mm"),
         (8, torch.bfloat16, "masked_dense"),
+        (12, torch.bfloat16, "masked_dense"),
         (9, torch.float32, "masked_dense"),
     ],
 )
@@ -403,7 +421,27 @@ def test_cuda_takes_only_the_grouped_product_that_stays_on_the_device(
     monkeypatch: pytest.MonkeyPatch, major: int, dtype: torch.dtype, name: str
 ) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, 0))
-    assert choose_backend(torch.device("cuda", 0), dtype, (16, 24)).name == name
+    choice = choose_backend(torch.device("cuda", 0), dtype, (16, 24))
+    assert choice.name == name
+    assert choice.clear_idle == (major == 10)
+
+
+def test_a_gradient_that_the_kernel_leaves_undefined_for_idle_experts_is_cleared() -> None:
+    x, w = torch.randn(6, 16), torch.randn(4, 16, 8, requires_grad=True)
+    offsets = torch.tensor([2, 2, 6, 6], dtype=torch.int32)
+
+    def poisoned(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+        """Adds NaN to the gradients of experts 1 and 3, as sm_100 may (pytorch#172439)."""
+        poison = torch.tensor([0.0, torch.nan, 0.0, torch.nan])[:, None, None]
+        w.register_hook(lambda grad: grad + poison)
+        return grouped_mm(x, w, offsets)
+
+    (expected,) = torch.autograd.grad(grouped_mm(x, w, offsets).square().sum(), w)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(_moe_experts, "grouped_mm", poisoned)
+        (grad,) = torch.autograd.grad(grouped_mm_clearing_idle(x, w, offsets).square().sum(), w)
+    assert torch.equal(grad, expected)
+    assert not grad[[1, 3]].any()
 
 
 def test_a_backend_that_cannot_run_is_refused_with_the_reason() -> None:
@@ -459,6 +497,26 @@ def test_on_cuda_bfloat16_equals_float64_without_a_sync_and_repeats_bit_for_bit(
     exact = plain_loop(moe.double(), x.double(), keep)
     assert (first[0] - exact).norm() < 5 * 2**-8 * exact.norm()
     assert all(torch.isfinite(t).all() for t in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_on_cuda_idle_experts_and_dropped_tokens_leave_no_garbage() -> None:
+    moe = made(64, 96, experts=16, top_k=1, normalize=False).cuda()
+    with torch.no_grad():
+        moe.router.weight.zero_()
+        moe.router.weight[3] = 0.1
+    x = torch.rand(500, 64, device="cuda").requires_grad_()
+    keep = torch.arange(500, device="cuda") % 5 > 0
+    with nan_in_fresh_memory(), torch.autocast("cuda", torch.bfloat16):
+        out = moe(x, keep)
+        grads = torch.autograd.grad(out.y.float().square().sum(), [x, *moe.parameters()])
+    assert out.counts.tolist() == [0, 0, 0, 400, *[0] * 12]
+    assert not out.y[~keep].any()
+    assert all(torch.isfinite(g).all() for g in grads)
+    used = torch.arange(16, device="cuda") == 3
+    for grad in grads[2:]:
+        assert torch.equal(grad.abs().amax(dim=(1, 2)) > 0, used)
 
 
 @pytest.mark.gpu

@@ -25,15 +25,23 @@ class ExpertBackend:
 
     ``grouped_mm`` does the work of each row once. ``masked_dense`` computes every expert on every row and selects:
     as exact, as free of read-backs, but it costs ``experts`` times the work.
+
+    Attributes:
+        name: of the product.
+        reason: why it runs, or why the other one does not.
+        clear_idle: experts without a row get their weight gradient set to zero, because the kernel leaves it undefined.
     """
 
     name: BackendName
     reason: str
+    clear_idle: bool = False
 
     @property
     def product(self) -> GroupedProduct:
         """(x [R, K], w [E, K, N], offsets int32 [E]) -> [R, N]; rows from ``offsets[-1]`` on are undefined."""
-        return grouped_mm if self.name == "grouped_mm" else masked_dense
+        if self.name == "masked_dense":
+            return masked_dense
+        return grouped_mm_clearing_idle if self.clear_idle else grouped_mm
 
 
 def choose_backend(
@@ -56,7 +64,9 @@ def choose_backend(
         return ExpertBackend("masked_dense", "requested")
     obstacle = _obstacle(device, dtype, dims)
     if not obstacle:
-        return ExpertBackend("grouped_mm", requested if requested != "auto" else "supported")
+        # pytorch#172439: on sm_100 the weight gradient of an expert without a row is not written
+        clear = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+        return ExpertBackend("grouped_mm", "requested" if requested != "auto" else "supported", clear)
     if requested == "grouped_mm":
         raise GraphError(f"grouped_mm cannot run: {obstacle}; use backend='auto'")
     return ExpertBackend("masked_dense", obstacle)
@@ -88,6 +98,28 @@ def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
     """torch's grouped product, under the name this torch has for it."""
     product = getattr(F, "grouped_mm", None) or torch._grouped_mm
     return cast(Tensor, product(x, w, offs=offsets))
+
+
+def grouped_mm_clearing_idle(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
+    """The same, with the weight gradient of experts that have no row set to zero."""
+    out: Tensor = grouped_mm(x, _ClearIdle.apply(w, offsets), offsets)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _ClearIdle(torch.autograd.Function):
+    """Identity on w [E, ...]; its gradient is zero for experts without a row."""
+
+    @staticmethod
+    def forward(ctx: Any, w: Tensor, offsets: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets)
+        return w.view_as(w)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        (offsets,) = ctx.saved_tensors
+        idle = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
+        return grads[0].masked_fill(idle[:, None, None], 0), None
 
 
 def masked_dense(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
