@@ -265,14 +265,18 @@ def test_a_captured_layer_follows_tokens_that_go_elsewhere() -> None:
             assert all(torch.equal(a, p.grad) for a, p in zip(grads, moe.parameters(), strict=True))
 
 
-def test_it_compiles_as_one_graph_forward_and_backward() -> None:
+@pytest.mark.parametrize("autocast", [True, False])
+def test_it_compiles_as_one_graph_forward_and_backward(autocast: bool) -> None:
     moe, x = made(balance_weight=0.01), torch.randn(3, 7, 16, requires_grad=True)
     compiled = torch.compile(moe, backend="aot_eager", fullgraph=True)
+    # a compiled backward runs under the forward's autocast, so the router's products round to bfloat16 there
+    tolerance = 2**-6 if autocast else 1e-5
     for keep in (None, torch.rand(3, 7) < 0.7):
-        a, b = moe(x, keep), compiled(x, keep)
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            a, b = moe(x, keep), compiled(x, keep)
         assert torch.equal(a.counts, b.counts)
         for left, right in zip(gradients(moe, x, a.y), gradients(moe, x, b.y), strict=True):
-            torch.testing.assert_close(left, right)
+            assert (left - right).norm() <= tolerance * left.norm()
 
 
 def test_a_permutation_of_the_tokens_permutes_the_output() -> None:

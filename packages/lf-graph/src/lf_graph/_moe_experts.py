@@ -85,9 +85,9 @@ def _obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, ...]) -
             return (
                 f"torch has a device-side kernel for bfloat16 on sm_90 and sm_100, not {dtype} on sm_{major}x"
             )
-    elif device.type == "meta":
-        return "" if dtype == torch.bfloat16 else "torch's meta kernel takes bfloat16 only"
-    elif device.type != "cpu":
+    elif dtype != torch.bfloat16 and (device.type == "meta" or torch.compiler.is_compiling()):
+        return f"torch can trace grouped_mm in bfloat16 only, not {dtype}"
+    elif device.type not in ("cpu", "meta"):
         return f"not known to stay on the device on {device.type}"
     elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"torch has no grouped_mm for {dtype}"
