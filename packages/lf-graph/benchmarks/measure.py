@@ -18,6 +18,7 @@ import gc
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -228,7 +229,10 @@ def first_losses(prepared: Prepared, seed: int, steps: int = 3) -> list[float]:
 
 def clean(device: torch.device) -> None:
     """Drop compiled code and free memory of the row before."""
-    torch._dynamo.reset()
+    if (
+        "torch._dynamo" in sys.modules
+    ):  # importing it takes seconds, and rows that do not compile need not pay
+        torch._dynamo.reset()
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

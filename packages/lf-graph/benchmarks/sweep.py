@@ -21,9 +21,9 @@ import stock
 import torch
 from bench_step import Result, Run, rows_from
 from measure import Row, machine
+from models import ROPE_POSITIONS
 from workloads import (
     LM_DIMS,
-    ROPE_POSITIONS,
     TINY_LM,
     TINY_VLA,
     VLA_DIMS,

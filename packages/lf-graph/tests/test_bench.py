@@ -2,45 +2,24 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from bench_modules import BENCHMARKS, loaded, result
 
-BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-MODULES = ("models", "workloads", "measure", "report", "stock", "bench_step")
-LAZY = ("workload_n16",)
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def bench() -> Iterator[Any]:
-    """The benchmark modules, without leaving their short names behind for other tests."""
-    sys.path.insert(0, str(BENCHMARKS))
-    try:
-        yield SimpleNamespace(**{name: importlib.import_module(name) for name in MODULES})
-    finally:
-        sys.path.remove(str(BENCHMARKS))
-        for name in (*MODULES, *LAZY):
-            sys.modules.pop(name, None)
+bench = pytest.fixture(scope="module")(loaded)
 
 
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, str(BENCHMARKS / "bench_step.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True, timeout=120)
-
-
-def result(**fields: Any) -> dict[str, Any]:
-    base = {"workload": "w", "batch": 1, "row": "eager", "source": "stock", "status": "ok", "unit": "tokens"}
-    numbers = {"step_ms": 10.0, "spread": 0.1, "units_per_s": 5.0, "prep_s": 1.0, "losses": [2.0, 1.0]}
-    return base | numbers | {"losses_reseeded": [2.0, 1.0]} | fields
 
 
 def trained(model: torch.nn.Module) -> int:
