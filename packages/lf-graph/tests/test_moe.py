@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lf_graph import GraphError, MoE, _moe_experts, capture
@@ -103,6 +103,20 @@ def nan_in_fresh_memory() -> Iterator[None]:
 def test_output_and_every_gradient_equal_the_plain_loop(backend: str, normalize: bool) -> None:
     moe = made(backend=backend, normalize=normalize).double()
     assert_equals_the_loop(moe, torch.randn(50, 16, dtype=torch.float64))
+
+
+def test_it_takes_over_the_weights_of_one_linear_layer_for_each_expert_and_part() -> None:
+    gate, up = ([nn.Linear(16, 24, bias=False) for _ in range(5)] for _ in range(2))
+    down, router = [nn.Linear(24, 16, bias=False) for _ in range(5)], nn.Linear(16, 5, bias=False)
+    parts = [[m.weight for m in part] for part in (gate, up, down)]
+    moe = MoE.from_linears(router.weight, *parts, top_k=2, z_weight=0.1)
+    x = torch.randn(1, 16)
+    weights, chosen = router(x).softmax(-1).topk(2, -1)
+    each = [down[e](F.silu(gate[e](x)) * up[e](x)) for e in chosen[0].tolist()]
+    expected = sum(w * y for w, y in zip((weights / weights.sum())[0], each, strict=True))
+    torch.testing.assert_close(moe(x).y, expected)
+    assert moe.z_weight == 0.1
+    assert all(p.is_contiguous() and p.requires_grad for p in moe.parameters())
 
 
 def test_float32_runs_on_the_grouped_product_and_equals_the_loop() -> None:

@@ -1,5 +1,6 @@
 """gr00t_n16_moe: sizes, the loss contract, auxiliary losses, masks, and training by the command line."""
 
+import copy
 import math
 from typing import Any
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from lf_graph import TrainStep
 from lf_meta.errors import ConfigError
 from lf_meta.models import build_model
 from lf_meta.models.gr00t_moe import GR00TMoE, MoEConfig, build
@@ -136,6 +138,30 @@ def test_block_sparse_reuses_its_masks_for_lengths_that_grow() -> None:
     for length in range(1, 40):
         model.logits(torch.zeros(1, length, dtype=torch.int64))
     assert [m.max_len for m in model._masks] == [1, 2, 4, 8, 16, 32, 64]
+
+
+@pytest.mark.parametrize("options", [{}, SPARSE, {"dropout": 0.1}], ids=["causal", "block_sparse", "dropout"])
+def test_a_captured_step_trains_like_an_eager_one(options: dict[str, Any]) -> None:
+    model = tiny(**options)
+    twin = copy.deepcopy(model)
+    eager = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=1e-3))
+    losses: list[list[float]] = [[], []]
+    for i in range(4):
+        tokens = torch.randint(0, 256, (3, 21))
+        lengths = torch.tensor([[21, 5, 0], [1, 2, 3], [21, 21, 21], [7, 0, 20]][i])
+        torch.manual_seed(i)
+        losses[0].append(step(tokens, lengths).loss.item())
+        torch.manual_seed(i)
+        loss, count = twin(tokens, lengths)
+        eager.zero_grad()
+        (loss / count).backward()
+        eager.step()
+        losses[1].append((loss / count).item())
+    step.close()
+    assert losses[0] == pytest.approx(losses[1], rel=1e-5)
+    for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=1e-4)
 
 
 def test_dimensions_that_do_not_fit_are_named() -> None:

@@ -6,8 +6,9 @@ are functions of the input's shape, forward and backward, so the layer can be ca
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple, Self
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,32 @@ class MoE(nn.Module):
         self.router_fp32, self.requested_backend = router_fp32, backend
         self.router = nn.Linear(hidden, experts, bias=False)
         self.experts = Experts(experts, hidden, ffn)
+
+    @classmethod
+    def from_linears(
+        cls,
+        router: Tensor,
+        gate: Sequence[Tensor],
+        up: Sequence[Tensor],
+        down: Sequence[Tensor],
+        top_k: int,
+        **options: Any,
+    ) -> Self:
+        """The layer of a model that keeps one linear layer for each expert and part, with copies of its weights.
+
+        Args:
+            router: [E, hidden].
+            gate, up: of each expert, [ffn, hidden] as ``nn.Linear`` stores them.
+            down: of each expert, [hidden, ffn].
+            top_k, options: as for the class.
+        """
+        with torch.device("meta"):
+            made = cls(down[0].shape[0], down[0].shape[1], len(down), top_k, **options)
+        both = [torch.cat((g.detach(), u.detach())).t() for g, u in zip(gate, up, strict=True)]
+        made.router.weight = nn.Parameter(router.detach().clone())
+        made.experts.gate_up = nn.Parameter(torch.stack(both).contiguous())
+        made.experts.down = nn.Parameter(torch.stack([d.detach().t() for d in down]).contiguous())
+        return made
 
     def extra_repr(self) -> str:
         return (

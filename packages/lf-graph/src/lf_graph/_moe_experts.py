@@ -10,7 +10,6 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
 from lf_graph._errors import GraphError
 
@@ -115,7 +114,6 @@ class _ClearIdle(torch.autograd.Function):
         return w.view_as(w)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (offsets,) = ctx.saved_tensors
         idle = torch.diff(offsets, prepend=offsets.new_zeros(1)) == 0
@@ -158,7 +156,6 @@ class _WeightedSwiGLU(torch.autograd.Function):
         return (F.silu(gate) * up * weight[:, None]).to(gate_up.dtype)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
         gate_up, weight = ctx.saved_tensors
         gate, up = _halves(gate_up)

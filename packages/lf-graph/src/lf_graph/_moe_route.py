@@ -108,29 +108,37 @@ def _masked(x: Tensor, keep: Tensor | None) -> Tensor:
     )
 
 
+def _copy_to_rows(x: Tensor, token: Tensor, keep: Tensor | None) -> Tensor:
+    return _masked(x, keep).index_select(0, token)
+
+
+def _add_from_rows(y: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
+    picked = y.index_select(0, rows.flatten()).view(*rows.shape, y.shape[1])
+    return _masked(picked.sum(dim=1, dtype=y.dtype), keep)  # an explicit dtype: autocast would widen the sum
+
+
 class _Spread(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, token: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(token, rows, keep)
-        return _masked(x, keep).index_select(0, token)
+        return _copy_to_rows(x, token, keep)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return gather_sum(grads[0], *ctx.saved_tensors), None, None, None
+        _, rows, keep = ctx.saved_tensors
+        return _add_from_rows(grads[0], rows, keep), None, None, None
 
 
 class _GatherSum(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, y: Tensor, token: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:
         ctx.save_for_backward(token, rows, keep)
-        picked = y.index_select(0, rows.flatten()).view(*rows.shape, y.shape[1])
-        return _masked(
-            picked.sum(dim=1, dtype=y.dtype), keep
-        )  # an explicit dtype: autocast would widen the sum
+        return _add_from_rows(y, rows, keep)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return spread(grads[0], *ctx.saved_tensors), None, None, None
+        token, _, keep = ctx.saved_tensors
+        return _copy_to_rows(grads[0], token, keep), None, None, None
 
 
 def load_balance_loss(probabilities: Tensor, counts: Tensor, keep: Tensor | None = None) -> Tensor:
