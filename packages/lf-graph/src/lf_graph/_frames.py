@@ -11,6 +11,7 @@ from types import CodeType, FrameType
 from typing import Any, TypeVar
 
 import torch
+import torch.autograd.graph
 
 T = TypeVar("T")
 
@@ -33,12 +34,18 @@ def is_users(filename: str) -> bool:
     return not path.startswith((_STDLIB, _PLATSTDLIB))
 
 
+def is_torchs(filename: str) -> bool:
+    """Whether a source file is torch's."""
+    return os.path.abspath(filename).startswith(_TORCH)
+
+
 def call_users(fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
     """Call ``fn``; :func:`locate` looks no further out than this frame."""
     return fn(*args, **kwargs)
 
 
-_BOUNDARY = call_users.__code__
+# What lies outside of these frames called us: the caller of the dry run, or of the backward that is running.
+_BOUNDARIES = frozenset({call_users.__code__, torch.autograd.graph._engine_run_backward.__code__})
 
 
 def locate(names: Mapping[int, str], frame: FrameType | None = None) -> tuple[str, str]:
@@ -49,11 +56,11 @@ def locate(names: Mapping[int, str], frame: FrameType | None = None) -> tuple[st
 
     Returns:
         ``("file:line", module)``: the innermost user's line and the innermost named module whose method is
-        running; "" for what is not found before :func:`call_users`.
+        running; "" for what is not found inside :func:`call_users` or the backward that is running.
     """
     frame = frame or sys._getframe(1)
     where, module = "", None
-    while frame is not None and frame.f_code is not _BOUNDARY:
+    while frame is not None and frame.f_code not in _BOUNDARIES:
         if not where and is_users(frame.f_code.co_filename):
             where = f"{frame.f_code.co_filename}:{frame.f_lineno}"
         if module is None:

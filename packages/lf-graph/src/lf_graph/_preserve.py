@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
 from lf_graph._names import Names
@@ -144,6 +145,32 @@ class _Slot:
             p.grad = self.grad
 
 
+@dataclass(frozen=True)
+class _OptimizerState:
+    """State and options of an optimizer, shallow: its tensors are protected like parameters."""
+
+    optimizer: torch.optim.Optimizer
+    state: dict[Tensor, dict[str, Any]]
+    groups: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, optimizer: torch.optim.Optimizer) -> _OptimizerState:
+        state = {p: dict(s) for p, s in optimizer.state.items()}
+        return cls(optimizer, state, [dict(g) for g in optimizer.param_groups])
+
+    def tensors(self) -> Iterator[Tensor]:
+        values = [v for s in self.state.values() for v in s.values()]
+        values += [v for g in self.groups for k, v in g.items() if k != "params"]
+        return (v for v in values if isinstance(v, Tensor))
+
+    def restore(self) -> None:
+        self.optimizer.state.clear()
+        self.optimizer.state.update(self.state)
+        for group, saved in zip(self.optimizer.param_groups, self.groups, strict=True):
+            group.clear()
+            group.update(saved)
+
+
 def moved(a: Tensor, b: Tensor) -> bool:
     """Whether two tensors see different memory, or the same in another shape."""
     return (
@@ -154,7 +181,7 @@ def moved(a: Tensor, b: Tensor) -> bool:
 class Preserved:
     """State of modules, tensors and generators at one moment."""
 
-    def __init__(self, names: Names, tensors: Iterable[Tensor] = ()) -> None:
+    def __init__(self, names: Names, tensors: Iterable[Tensor] = (), objects: Sequence[Any] = ()) -> None:
         self.random = RandomState.take()
         self.modules = [ModuleState.of(m) for _, m in names.each_module()]
         self.slots = [
@@ -164,12 +191,16 @@ class Preserved:
         self._buffers = [(b, b.detach().clone()) for _, b in names.each_buffer()]
         self._lazy: dict[int, Tensor] = {}
         self._written: dict[int, tuple[Tensor, Tensor]] = {}
+        self._generators: dict[int, tuple[random.Random, Any]] = {}
+        self._schedulers = [(o, dict(vars(o))) for o in objects if isinstance(o, LRScheduler)]
+        self._optimizers = [_OptimizerState.of(o) for o in objects if isinstance(o, torch.optim.Optimizer)]
         self._protect(tensors)
 
     def _protect(self, tensors: Iterable[Tensor]) -> None:
         held = [t for s in self.slots for t in (s.data, s.grad) if t is not None]
         loose = [v for m in self.modules for v in m.attributes.values() if isinstance(v, Tensor)]
-        for t in (*held, *loose, *tensors):
+        kept = [t for o in self._optimizers for t in o.tensors()]
+        for t in (*held, *loose, *kept, *tensors):
             key = storage_key(t)
             if key is not None:
                 self._lazy.setdefault(key, t)
@@ -185,6 +216,11 @@ class Preserved:
                 memory = _bytes_of(owner)
                 self._written[key] = (memory, memory.clone())
 
+    def about_to_draw(self, generator: random.Random) -> None:
+        """Keep the state of a Python generator of the user's own."""
+        if id(generator) not in self._generators:
+            self._generators[id(generator)] = (generator, generator.getstate())
+
     def restore(self) -> None:
         """Put everything back; only memory that was written is copied."""
         with torch.no_grad():
@@ -194,8 +230,15 @@ class Preserved:
                 module.restore()
             for slot in self.slots:
                 slot.restore()
+            for optimizer in self._optimizers:
+                optimizer.restore()
+            for scheduler, attributes in self._schedulers:
+                vars(scheduler).clear()
+                vars(scheduler).update(attributes)
             for buffer, copy in self._buffers:
                 buffer.data.copy_(copy)
+        for generator, state in self._generators.values():
+            generator.setstate(state)
         self.random.restore()
 
 
@@ -205,9 +248,17 @@ def _bytes_of(t: Tensor) -> Tensor:
 
 
 @contextmanager
-def preserved(names: Names, tensors: Iterable[Tensor] = ()) -> Iterator[Preserved]:
-    """Run the block, then restore, also after an error."""
-    state = Preserved(names, tensors)
+def preserved(
+    names: Names, tensors: Iterable[Tensor] = (), objects: Sequence[Any] = ()
+) -> Iterator[Preserved]:
+    """Run the block, then restore, also after an error.
+
+    Args:
+        names: the modules whose attributes, parameters, gradients and buffers come back.
+        tensors: further tensors whose values come back.
+        objects: the optimizers and learning rate schedulers among them come back.
+    """
+    state = Preserved(names, tensors, objects)
     try:
         yield state
     finally:
