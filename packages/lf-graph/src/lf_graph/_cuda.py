@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import functools
 import gc
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -149,21 +150,22 @@ class CudaBackend:
         recording = self.begin(pool)
         try:
             result = fn()
-        except GraphCaptureError:
+        except BaseException as e:
             recording.abort()
-            raise
-        except Exception as e:
-            recording.abort()
-            if _is_capture_failure(e):
-                raise (_diagnose(fn) or _explain(e)) from e
-            raise
-        except BaseException:
-            recording.abort()
-            raise
+            raise self._undone(e, fn) from e.__cause__
         try:
             return recording.end(), result
         except RuntimeError as e:
-            raise _explain(e) from e
+            raise self._undone(e, fn) from e
+
+    def _undone(self, error: BaseException, fn: Callable[[], object]) -> BaseException:
+        """What to raise for a failed capture, after its memory went back to the allocator."""
+        if isinstance(error, RuntimeError) and "captur" in str(error).lower():  # torch has no type for it
+            error = _diagnose(fn) or _explain(error)
+        traceback.clear_frames(error.__traceback__)  # the frames of fn hold tensors in the pool
+        gc.collect()
+        torch.cuda.empty_cache()
+        return error
 
     @contextmanager
     def preparing(self) -> Iterator[None]:
@@ -225,11 +227,6 @@ class CudaBackend:
             yield
         finally:
             torch.cuda.nvtx.range_pop()
-
-
-def _is_capture_failure(error: Exception) -> bool:
-    """CUDA reports every refused call as a RuntimeError; torch gives it no type of its own."""
-    return isinstance(error, RuntimeError) and ("captur" in str(error).lower())
 
 
 def _diagnose(fn: Callable[[], object]) -> GraphCaptureError | None:
