@@ -48,7 +48,8 @@ def require_no_own_graphs(modules: Iterable[nn.Module]) -> None:
                 raise GraphError(
                     f"{name or type(module).__name__} is compiled with CUDA graphs of its own "
                     "(mode='reduce-overhead' or 'max-autotune'), which cannot run inside another graph: compile "
-                    "it with mode='default' or 'max-autotune-no-cudagraphs', or leave compiling to TrainStep(compile='blocks')"
+                    "it with mode='default' or 'max-autotune-no-cudagraphs', or leave compiling to "
+                    "TrainStep(compile='blocks')"
                 )
 
 
