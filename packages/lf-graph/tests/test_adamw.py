@@ -314,6 +314,8 @@ def test_bad_arguments_are_refused() -> None:
         {"chunk": 1000},
         {"vector": 3},
         {"warps": 0},
+        {"warps": 3},
+        {"chunk": 64, "block": 64},
         {"programs": -1},
     ):
         with pytest.raises(ValueError, match=r"Launch|block|chunk|vector"):

@@ -73,6 +73,15 @@ def test_nothing_is_written_outside_of_a_gradients_tensor() -> None:
     assert float(fused.norm) == pytest.approx(131**0.5)
 
 
+@pytest.mark.parametrize(
+    ("warps", "chunk", "block"), [(4, 32768, 4096), (8, 32768, 8192), (4, 384, 128), (1, 256, 256)]
+)
+def test_the_norm_reads_blocks_of_a_power_of_two_within_a_chunk(warps: int, chunk: int, block: int) -> None:
+    from lf_graph._adamw_triton import norm_block
+
+    assert norm_block(warps, chunk) == block
+
+
 _COMPILE = """
 import json, re, sys
 import triton.language as tl

@@ -54,8 +54,8 @@ class Launch:
             raise ValueError(
                 f"{self}: block must be a power of two, chunk a multiple of block and at least 128"
             )
-        if self.vector not in (4, 8) or self.warps < 1 or self.programs < 0:
-            raise ValueError(f"{self}: vector is 4 or 8, warps at least 1, programs 0 or more")
+        if self.vector not in (4, 8) or self.warps not in (1, 2, 4, 8, 16, 32) or self.programs < 0:
+            raise ValueError(f"{self}: vector is 4 or 8, warps 1, 2, 4, 8, 16 or 32, programs 0 or more")
 
 
 @dataclass(frozen=True, eq=False)

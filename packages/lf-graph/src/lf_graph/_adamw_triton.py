@@ -214,11 +214,12 @@ class TritonKernels:
         self, table: tuple[torch.dtype, Tensor, Tensor], count: int, addresses: Tensor, scale: Tensor
     ) -> None:
         dtype, rows, partials = table
-        square_sums[(self._grid(rows),)](
-            rows, count, addresses, scale, partials,
-            GRADIENT=_TYPES[dtype], BLOCK=min(4 * self._launch.block, self._launch.chunk),
-            num_warps=self._launch.warps,
-        )  # fmt: skip
+        block = norm_block(self._launch.warps, self._launch.chunk)
+        with torch.cuda.device_of(rows):  # Triton launches on the current device
+            square_sums[(self._grid(rows),)](
+                rows, count, addresses, scale, partials,
+                GRADIENT=_TYPES[dtype], BLOCK=block, num_warps=self._launch.warps,
+            )  # fmt: skip
 
     def _launch_update(
         self,
@@ -230,16 +231,21 @@ class TritonKernels:
         finite: Tensor,
     ) -> None:
         dtype, rows, _ = table
-        flat = self._flat
-        update[(self._grid(rows),)](
-            rows, count, addresses, coefficients, multiplier, finite,
-            flat.master, flat.exp_avg, flat.exp_avg_sq, flat.shadow,
-            GRADIENT=_TYPES[dtype], BLOCK=self._launch.block, VECTOR=self._launch.vector,
-            num_warps=self._launch.warps,
-        )  # fmt: skip
+        flat, launch = self._flat, self._launch
+        with torch.cuda.device_of(rows):
+            update[(self._grid(rows),)](
+                rows, count, addresses, coefficients, multiplier, finite,
+                flat.master, flat.exp_avg, flat.exp_avg_sq, flat.shadow,
+                GRADIENT=_TYPES[dtype], BLOCK=launch.block, VECTOR=launch.vector, num_warps=launch.warps,
+            )  # fmt: skip
 
     def _grid(self, rows: Tensor) -> int:
         return max(1, min(self._programs, len(rows)))
+
+
+def norm_block(warps: int, chunk: int) -> int:
+    """Elements of a block of the norm: 32 a thread, as it reads one stream only; a power of two within a chunk."""
+    return min(1024 * warps, chunk & -chunk)
 
 
 def _default_programs(device: torch.device) -> int:
