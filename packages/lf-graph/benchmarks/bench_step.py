@@ -19,17 +19,19 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import report
 import torch
-from measure import Effort, Row, machine, measure, not_measured
+from measure import Effort, Row, machine, measure, not_measured, profile_again
 from workloads import Workload, workloads
 
 HERE = Path(__file__).parent
 Result = dict[str, Any]
 START_S = 25.0  # a process: imports, CUDA context
+QUICK_S = 20.0
 VERSION = 1
 
 
@@ -103,7 +105,23 @@ def repeats(row: Row, args: argparse.Namespace) -> int:
         return 0
     if row.plain and args.processes > 1:
         return int(args.processes)
-    return 1 if args.isolate else 0
+    return 1 if args.isolate or is_slow_and_launches(row) else 0
+
+
+def is_slow_and_launches(row: Row) -> bool:
+    """A row that must not follow a profiler, and would hold the urgent ones up if it went before them."""
+    return row.launches_matter and row.expect_s > QUICK_S and torch.cuda.is_available()
+
+
+def comes_first(row: Row, args: argparse.Namespace) -> bool:
+    """Whether a row has to be timed in this process before anything is profiled here."""
+    return row.launches_matter and repeats(row, args) == 0
+
+
+def running_order(rows: Iterable[Row], args: argparse.Namespace) -> list[Row]:
+    """Rows that no profiler may precede, then the urgent ones, then the others."""
+    ordered = by_urgency(rows)
+    return [r for r in ordered if comes_first(r, args)] + [r for r in ordered if not comes_first(r, args)]
 
 
 def expected(row: Row, args: argparse.Namespace) -> float:
@@ -159,10 +177,24 @@ class Run:
             return not_measured(row, "not run", why)
         count = repeats(row, self.args)
         if count == 0:
-            return measure(row, self.device, self.effort)
+            effort = replace(self.effort, profiled=False) if self.postpones(row) else self.effort
+            return measure(row, self.device, effort)
         return median_of([in_process(row, self.args, self.left_s()) for _ in range(count)])
 
+    def postpones(self, row: Row) -> bool:
+        """Whether a row is timed now and profiled after all others."""
+        return self.effort.profiled and comes_first(row, self.args) and not self.args.only
+
     def all(self, rows: list[Row]) -> None:
+        """Measure every row, then profile those that had to be timed first."""
+        rows = running_order(rows, self.args)
+        self.measure_all(rows)
+        for row, result in zip(rows, self.results, strict=True):
+            if result["status"] == "ok" and self.postpones(row) and row.expect_s < self.left_s():
+                result |= profile_again(row, self.device)
+                self.write()
+
+    def measure_all(self, rows: list[Row]) -> None:
         """Measure every row; one line of progress each."""
         for row in rows:
             result = self.one(row)
@@ -203,7 +235,8 @@ def main(argv: list[str] | None = None) -> None:
     selected = chosen_workloads(args.workloads.split(","), args.tiny)
     rows = chosen_rows(args.rows.split(","), selected, args)
     if args.list:
-        print("\n".join(f"{r.key} [{r.source}] about {r.expect_s:.0f} s" for r in rows))
+        ordered = running_order(rows, args)
+        print("\n".join(f"{r.key} [{r.source}] about {expected(r, args):.0f} s" for r in ordered))
         return
     run = Run(args, device)
     run.all(rows)

@@ -9,6 +9,9 @@ Definitions, the same for stock rows and ours (and those of the baselines of DES
   the profiler's own ranges (``Optimizer.step``) count as they did in the baselines; kernel_ms is the sum without them
 - prep_s: from the first line of ``setup`` to the end of the first steps, compilation and capture included
 - peak_gib: most memory allocated from then to the end of timing
+- rows that launch much (``launches_matter``) are timed before their process first profiles anything. In the output of
+  the baselines, eager steps timed after a profiled one took longer with fewer launches (VLA, batch 4: 145 ms with 8047
+  launches before any profile, 191 ms with 4958 after); the likely cause is that the tracer stays attached
 - losses: of three steps from the initial weights on the seeded batch; bench_step.py compares them with the eager row's
 """
 
@@ -95,7 +98,8 @@ class Row:
     """One line of the table. ``setup`` must not keep anything alive after ``close``.
 
     ``expect_s`` is how long the row takes in all, for the time budget; ``urgent`` rows go first; a ``plain`` row
-    is repeated in processes of its own on request; a row that changes the mathematics (``masters`` false: no float32
+    is repeated in processes of its own on request; one whose ``launches_matter`` is timed where no profiler ran before;
+    a row that changes the mathematics (``masters`` false: no float32
     master weights) is shown but never the best.
     """
 
@@ -109,6 +113,7 @@ class Row:
     plain: bool = False
     needs_gpu: bool = True
     masters: bool = True
+    launches_matter: bool = False
 
     @property
     def key(self) -> str:
@@ -271,6 +276,22 @@ def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:
         return result | {"facts": dict(prepared.facts.items())}  # read before close
     finally:
         prepared.close()
+
+
+def profile_again(row: Row, device: torch.device) -> dict[str, Any]:
+    """Set a row that was timed before up again, and count what one step launches; an error is what was found."""
+    clean(device)
+    try:
+        prepared = row.setup(Case(row.workload, row.batch, device))
+        try:
+            repeat(prepared.step, WARM_UP)()
+            return profile_step(prepared.step, device)
+        finally:
+            prepared.close()
+    except Exception as e:  # the times of the row stay
+        return {"profile_error": f"{type(e).__name__}: {str(e)[:300]}"}
+    finally:
+        clean(device)
 
 
 def identity(row: Row) -> dict[str, Any]:

@@ -1,6 +1,8 @@
 """Tables from results: pure functions over what the benchmarks write, and a command.
 
-python report.py results/stock.json results/ours.json
+python report.py results/stock.json results/ours.json                 # print
+python report.py results/*.json --source stock --into peers/README.md   # between its two marker lines
+python report.py results/*.json --source stock --into peers/README.md --check   # fail if it is out of date
 """
 
 from __future__ import annotations
@@ -13,7 +15,19 @@ from typing import Any
 
 Result = dict[str, Any]
 
-COLUMNS = ("row", "by", "ms", "spread", "queued ms", "/ best stock", "per s", "launches", "kernels")
+BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+COLUMNS: tuple[str, ...] = (
+    "row",
+    "by",
+    "ms",
+    "spread",
+    "queued ms",
+    "/ best stock",
+    "per s",
+    "launches",
+    "kernels",
+)
 COLUMNS += ("kernel ms", "peak GiB", "prep s", "parity")
 
 
@@ -131,14 +145,42 @@ def load(paths: Iterable[Path]) -> tuple[list[str], list[Result]]:
     return list(dict.fromkeys(machines)), list(found.values())
 
 
-def main() -> None:
-    """Print the tables of the files named."""
+def between_markers(text: str, body: str) -> str:
+    """``text`` with ``body`` between its two marker lines.
+
+    Raises:
+        ValueError: the markers are not there, once each and in order.
+    """
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ValueError(f"needs one line {BEGIN} and, below it, one line {END}")
+    before, rest = text.split(BEGIN)
+    return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
+
+
+def arguments(argv: list[str] | None) -> argparse.Namespace:
+    """Command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("json", nargs="+", type=Path)
-    machines, results = load(p.parse_args().json)
-    print("\n".join(machines))
-    print()
-    print(tables(results))
+    p.add_argument("--source", default="", help="only rows of this source: stock or ours")
+    p.add_argument("--into", type=Path, help="a Markdown file with marker lines")
+    p.add_argument("--check", action="store_true", help="change nothing; fail if --into is out of date")
+    return p.parse_args(argv)
+
+
+def main(argv: list[str] | None = None) -> None:
+    """Print the tables of the files named, or put them into a document."""
+    args = arguments(argv)
+    machines, results = load(args.json)
+    chosen = [r for r in results if args.source in ("", r["source"])]
+    body = "\n".join(machines) + "\n\n" + tables(chosen)
+    if not args.into:
+        print(body)
+        return
+    old = args.into.read_text()
+    new = between_markers(old, body)
+    if args.check and new != old:
+        raise SystemExit(f"{args.into} is not what the results say; run this again without --check")
+    args.into.write_text(new)
 
 
 if __name__ == "__main__":

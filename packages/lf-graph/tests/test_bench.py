@@ -191,7 +191,7 @@ def test_the_tiny_run_measures_every_plain_row_and_reports_the_others(tmp_path: 
 
 def test_plain_rows_are_the_median_of_processes(bench: Any, tmp_path: Path) -> None:
     out = tmp_path / "step.json"
-    only = ["--workloads", "vla", "--match", "vla|1|eager fused", "--rows", "stock"]
+    only = ["--workloads", "lm", "--match", "lm-8|1|eager fused", "--rows", "stock"]
 
     bench.bench_step.main(["--tiny", "--windows", "2", "--processes", "2", *only, "--json", str(out)])
 
@@ -230,6 +230,45 @@ def test_urgent_rows_run_first_and_slow_ones_last(bench: Any) -> None:
     assert urgency == sorted(urgency, reverse=True)
     waits = [r.expect_s for r in ordered if not r.urgent]
     assert waits == sorted(waits)
+
+
+def test_rows_that_launch_much_are_timed_before_anything_is_profiled(bench: Any) -> None:
+    args = bench.bench_step.arguments([])
+    (vla,) = bench.workloads.workloads()["vla"]
+
+    ordered = bench.bench_step.running_order(bench.stock.rows(vla), args)
+
+    matter = [r.launches_matter for r in ordered]
+    assert matter == sorted(matter, reverse=True)
+    assert {r.name for r in ordered if r.launches_matter} == {"eager", "eager fused"}
+
+
+def test_rows_timed_first_are_profiled_last_and_keep_their_times(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    (vla,) = bench.workloads.workloads(tiny=True)["vla"]
+
+    def fake_measure(row: Any, device: Any, effort: Any) -> dict[str, Any]:
+        events.append(f"{row.name}, profiled {effort.profiled}")
+        return result(row=row.name)
+
+    def fake_profile(row: Any, device: Any) -> dict[str, Any]:
+        events.append(f"profile {row.name}")
+        return {"launches": 7}
+
+    monkeypatch.setattr(bench.bench_step, "measure", fake_measure)
+    monkeypatch.setattr(bench.bench_step, "profile_again", fake_profile)
+    rows = [bench.stock.row_of(vla, 2, v) for v in (bench.stock.GRAPH, bench.stock.EAGER)]
+    session = bench.bench_step.Run(bench.bench_step.arguments([]), CPU)
+
+    session.all(rows)
+
+    assert events == ["eager, profiled False", "graph, profiled True", "profile eager"]
+    assert [(r["row"], r.get("launches"), r["step_ms"]) for r in session.results] == [
+        ("eager", 7, 10.0),
+        ("graph", None, 10.0),
+    ]
 
 
 def test_every_row_is_named_once(bench: Any) -> None:
@@ -300,3 +339,52 @@ def test_tables_show_rows_without_numbers_and_the_ratio_to_the_best_stock(bench:
 
     assert "| ours | ours | 5.00 | 10.0% |  | 0.500 |" in text
     assert "failed: boom" in text
+
+
+MARKED = "# Title\n\n<!-- results: begin -->\n\nold\n\n<!-- results: end -->\n\nlast words\n"
+
+
+def test_a_document_gets_the_tables_between_its_markers_and_keeps_the_rest(
+    bench: Any, tmp_path: Path
+) -> None:
+    document, results = tmp_path / "README.md", tmp_path / "r.json"
+    document.write_text(MARKED)
+    rows = [result(), result(row="lf-graph", source="ours", step_ms=5.0)]
+    results.write_text(json.dumps({"machine": {"gpu": "G"}, "rows": rows}))
+
+    bench.report.main([str(results), "--source", "stock", "--into", str(document)])
+
+    text = document.read_text()
+    assert text.startswith("# Title\n")
+    assert text.endswith("\n\nlast words\n")
+    assert "gpu G" in text
+    assert "| eager | stock | 10.00 |" in text
+    assert "old" not in text
+    assert "lf-graph" not in text
+
+
+def test_an_outdated_document_fails_the_check_and_is_left_alone(bench: Any, tmp_path: Path) -> None:
+    document, results = tmp_path / "README.md", tmp_path / "r.json"
+    document.write_text(MARKED)
+    results.write_text(json.dumps({"machine": {}, "rows": [result()]}))
+
+    with pytest.raises(SystemExit, match="not what the results say"):
+        bench.report.main([str(results), "--into", str(document), "--check"])
+    assert document.read_text() == MARKED
+
+    bench.report.main([str(results), "--into", str(document)])
+    bench.report.main([str(results), "--into", str(document), "--check"])
+
+
+@pytest.mark.parametrize(
+    "text", ["no markers", MARKED + MARKED, "<!-- results: end --><!-- results: begin -->"]
+)
+def test_a_document_without_its_two_markers_is_refused(bench: Any, text: str) -> None:
+    with pytest.raises(ValueError, match="needs one line"):
+        bench.report.between_markers(text, "body")
+
+
+def test_the_peers_document_has_its_markers(bench: Any) -> None:
+    text = (BENCHMARKS / "peers" / "README.md").read_text()
+
+    assert "body" in bench.report.between_markers(text, "body")

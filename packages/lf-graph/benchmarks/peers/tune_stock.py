@@ -14,7 +14,7 @@ from typing import Any
 
 import stock
 import torch
-from measure import Case, Prepared, Row, count_trained, forget_moments
+from measure import Case, Prepared, Row, count_trained, forget_moments, reload_weights
 from models import GroupedMoE
 from stock import BLOCKS_GRAPH, EAGER_FUSED, GRAPH, WHOLE_GRAPH, Variant, pinned
 from torch import Tensor, nn
@@ -185,7 +185,7 @@ def prepare_graphed_blocks(case: Case, variant: Variant) -> Prepared:
     graph_blocks(model, case.workload, batch)
 
     def restart() -> None:
-        stock.reload_weights(model, stock.build(case, variant))
+        reload_weights(model, stock.build(case, variant))
         forget_moments(optimizer)
 
     return Prepared(step, restart, trainable=count_trained(model), feeds=batch)
@@ -241,7 +241,7 @@ def special_rows(workload: Workload, batch: int) -> list[Row]:
         )
 
     accelerated = replace(EAGER_FUSED, accelerated=True)
-    own = {"compile": "whole", "mode": "reduce-overhead", "expect_s": WHOLE_GRAPH.expect_s}
+    own: dict[str, Any] = {"compile": "whole", "mode": "reduce-overhead", "expect_s": WHOLE_GRAPH.expect_s}
     return [
         row(prepare_kept_casts, replace(GRAPH, name="graph, kept casts")),
         row(prepare_kept_casts, replace(BLOCKS_GRAPH, name="blocks+graph, kept casts")),
