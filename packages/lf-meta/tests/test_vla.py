@@ -97,6 +97,23 @@ def test_stages_have_their_shapes_and_compose_to_forward() -> None:
     assert model.act(batch).shape == batch["action"].shape
 
 
+def test_blocks_are_the_repeated_modules_in_the_order_they_run() -> None:
+    model = tiny()
+    ran: list[nn.Module] = []
+    for block in model.blocks():
+        block.register_forward_hook(lambda module, *_: ran.append(module))
+    model(batch_for(model))
+    assert ran == list(model.blocks())
+    assert len(ran) == 2 + 2 + 2 + 8
+
+
+def test_forward_is_one_graph_for_the_compiler() -> None:
+    model = tiny(dropout=0.0, state_loss=0.1, binned_loss=0.1, image_size=48)
+    batch = batch_for(model)
+    compiled = torch.compile(model, backend="eager", fullgraph=True)
+    assert torch.equal(compiled(batch, **fixed(batch))[0], model(batch, **fixed(batch))[0])
+
+
 def test_only_the_tuned_parts_get_a_gradient() -> None:
     model = tiny(state_loss=0.1, binned_loss=0.1)
     model(batch_for(model))[0].backward()
@@ -227,6 +244,31 @@ def test_dropout_is_on_in_training_only() -> None:
     assert torch.equal(model(batch, **given)[0], model(batch, **given)[0])
 
 
+def test_state_dropout_replaces_the_state_of_some_samples_in_training() -> None:
+    model = tiny(dropout=0.0, state_dropout=0.5).double()
+    batch = in_float64(batch_for(model, rows=1))
+    given = fixed(batch)
+    kept = model.eval()(batch, **given)[0]
+    assert model.mask_token is not None
+    with torch.no_grad():
+        model.mask_token.add_(1)
+    assert torch.equal(model(batch, **given)[0], kept)
+    seen = {round(model.train()(batch, **given)[0].item(), 6) for _ in range(20)}
+    assert len(seen) == 2
+    assert round(kept.item(), 6) in seen
+    elsewhere = batch | {"state": batch["state"] + 1}
+    assert len(seen & {round(model(elsewhere, **given)[0].item(), 6) for _ in range(20)}) == 1
+
+
+def test_state_noise_is_on_in_training_only() -> None:
+    model = tiny(dropout=0.0, state_noise=0.3)
+    batch = batch_for(model)
+    given = fixed(batch)
+    assert not torch.equal(model(batch, **given)[0], model(batch, **given)[0])
+    model.eval()
+    assert torch.equal(model(batch, **given)[0], model(batch, **given)[0])
+
+
 def test_noise_and_time_come_from_the_default_generator() -> None:
     model = tiny().eval()
     batch = batch_for(model)
@@ -284,7 +326,7 @@ class Refuse(TorchDispatchMode):
 
 
 def test_nothing_is_read_back_in_a_step() -> None:
-    model = tiny(state_loss=0.1, binned_loss=0.1)
+    model = tiny(state_loss=0.1, binned_loss=0.1, state_dropout=0.5, state_noise=0.1, image_size=48)
     batch = batch_for(model)
     with Refuse():
         loss, count = model(batch)
@@ -299,9 +341,11 @@ def test_a_model_for_other_batches_is_refused() -> None:
     model = build_model("gr00t_n16_vla", "tiny", None, {"horizon": 4}, batch_kind="mapping")
     assert isinstance(model, GR00TVLA)
     assert model.config.horizon == 4
-    for name, kind in (("gr00t_n16_vla", "tokens"), ("gr00t_n16_lm", "mapping")):
+    module = "lf_meta.models.gr00t_vla:build"
+    cases = (("gr00t_n16_vla", "tokens"), ("gr00t_n16_lm", "mapping"), (module, "tokens"))
+    for name, kind in cases:
         with pytest.raises(ConfigError, match=f"these are {kind} batches"):
-            build_model(name, "tiny", 320, {}, batch_kind=kind)
+            build_model(name, "tiny", 256 if name != module else 320, {}, batch_kind=kind)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(

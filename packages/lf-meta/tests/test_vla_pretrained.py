@@ -82,7 +82,7 @@ def test_keys_of_3b_are_as_many_as_were_published() -> None:
 
 
 def test_the_keys_fill_every_element_of_the_model_once() -> None:
-    model = tiny(state_loss=0.1, binned_loss=0.1)
+    model = tiny(state_loss=0.1, binned_loss=0.1, state_dropout=0.1)
     parameters = {name: torch.zeros_like(p) for name, p in model.named_parameters()}
     for slot in slots(model).values():
         slot.of(parameters).add_(1)
@@ -91,7 +91,9 @@ def test_the_keys_fill_every_element_of_the_model_once() -> None:
 
 
 @pytest.mark.parametrize("shard_bytes", [10**9, 200_000])
-@pytest.mark.parametrize("extra", [{}, {"state_loss": 0.1, "binned_loss": 0.2, "horizon": 4}])
+@pytest.mark.parametrize(
+    "extra", [{}, {"state_loss": 0.1, "binned_loss": 0.2, "state_dropout": 0.5, "horizon": 4}]
+)
 def test_what_is_saved_is_loaded(tmp_path: Path, shard_bytes: int, extra: dict[str, Any]) -> None:
     model = tiny(**extra)
     save_pretrained(model, tmp_path / "w", shard_bytes=shard_bytes)
@@ -122,7 +124,9 @@ def test_half_precision_and_the_unused_tensors_of_the_published_file_are_accepte
 
 def test_a_folder_without_optional_heads_gives_fresh_ones(folder: Path) -> None:
     torch.manual_seed(1)
-    loaded = from_pretrained(folder, state_loss=0.1)
+    loaded = from_pretrained(folder, state_loss=0.1, state_dropout=0.1)
+    assert loaded.mask_token is not None
+    assert 0 < loaded.mask_token.std() < 0.1
     assert loaded.world_model is not None
     assert loaded.world_model.state_predictor.change.weight.std() > 0
     assert torch.equal(loaded.position.weight, tiny().position.weight)
@@ -257,6 +261,7 @@ def nvidia(**changes: Any) -> dict[str, Any]:
         "max_num_embodiments": c.embodiments,
         "use_vlln": True,
         "noise_s": 0.99,
+        "state_dropout_prob": 0.8,
     }
     return {**described, "diffusion_model_cfg": dit | changes.pop("dit", {})} | changes
 
@@ -268,9 +273,11 @@ def test_nvidias_config_sets_what_shapes_do_not_show(folder: Path) -> None:
     rest = {
         name: getattr(c, name)
         for name in type(c).model_fields
-        if name.startswith(("vision", "text_", "image", "patch", "vocab")) and name != "text_layers"
+        if name.startswith(("vision", "text_", "image", "patch", "vocab", "position_grid"))
+        and name != "text_layers"
     }
     loaded = from_pretrained(folder, **rest)
+    assert loaded.config.state_dropout == 0.8
     assert (loaded.config.horizon, loaded.config.tuned_layers, loaded.config.time_scale) == (6, 3, 0.99)
     assert len(loaded.language.tuned) == 3
     with pytest.raises(WeightsError):  # what it does not say is 3b's
@@ -280,7 +287,7 @@ def test_nvidias_config_sets_what_shapes_do_not_show(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        ("config.json", nvidia(state_dropout_prob=0.1), "state_dropout_prob is 0.1"),
+        ("config.json", nvidia(noise_beta_beta=2.0), "noise_beta_beta is 2.0"),
         (
             "config.json",
             nvidia(dit={"interleave_self_attention": False}),

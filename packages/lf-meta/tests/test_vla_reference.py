@@ -99,15 +99,19 @@ def test_language_layers_equal_transformers_qwen3(model: GR00TVLA) -> None:
     assert torch.allclose(found, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_vision_tower_equals_transformers_siglip2(model: GR00TVLA) -> None:
+@pytest.mark.parametrize("image_size", [32, 48])
+def test_vision_tower_equals_transformers_siglip2(image_size: int) -> None:
+    """Also with more patches than the table has positions, as 252 pixels have on the published one of 16 x 16."""
     siglip2 = pytest.importorskip("transformers.models.siglip2")
+    torch.manual_seed(0)
+    model = gr00t_vla.build("tiny", image_size=image_size).double().eval()
     c = model.config
     config = siglip2.Siglip2VisionConfig(
         hidden_size=c.vision_hidden,
         intermediate_size=c.vision_ffn,
         num_hidden_layers=c.vision_layers,
         num_attention_heads=c.vision_heads,
-        num_patches=c.grid**2,
+        num_patches=c.position_grid**2,
         patch_size=c.patch,
         layer_norm_eps=c.vision_eps,
         vision_use_head=False,

@@ -30,6 +30,7 @@ _BUILDERS: dict[str, Builder] = {
     "gr00t_n16_moe": gr00t_moe.build,
     "gr00t_n16_vla": gr00t_vla.build,
 }
+_KINDS: dict[str, BatchKind] = {"gr00t_n16_vla": "mapping"}  # of what is registered; the others take tokens
 
 __all__ = ["BatchKind", "build_model", "gr00t_lm", "gr00t_moe", "gr00t_vla"]
 
@@ -68,6 +69,8 @@ def build_model(
     Raises:
         ConfigError: unknown name or size, an argument the model does not have, or a model for other batches.
     """
+    if name in _BUILDERS:
+        _require_kind(name, _KINDS.get(name, "tokens"), batch_kind)
     try:
         model = _find(name)(size=size, vocab_size=vocab_size, **args)
     except TypeError as e:
@@ -76,7 +79,10 @@ def build_model(
         ) from e
     if not isinstance(model, nn.Module):
         raise ConfigError("model.name", f"{name} gave a {type(model).__name__}, not a torch module")
-    takes = getattr(model, "batch_kind", "tokens")
-    if takes != batch_kind:
-        raise ConfigError("model.name", f"{name} takes {takes} batches, and these are {batch_kind} batches")
+    _require_kind(name, getattr(model, "batch_kind", "tokens"), batch_kind)
     return model
+
+
+def _require_kind(name: str, takes: str, given: BatchKind) -> None:
+    if takes != given:
+        raise ConfigError("model.name", f"{name} takes {takes} batches, and these are {given} batches")

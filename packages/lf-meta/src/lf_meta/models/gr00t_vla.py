@@ -72,8 +72,10 @@ class GR00TVLA(nn.Module):
             module.requires_grad_(False)
 
     def add_optional_heads(self) -> None:
-        """(Re)create the heads whose losses have a weight, with fresh weights."""
+        """(Re)create what the configuration may leave out, with fresh weights."""
         c = self.config
+        token = torch.randn(1, 1, c.dit_hidden) * EMBEDDING_STD
+        self.mask_token = nn.Parameter(token) if c.state_dropout else None
         self.world_model = WorldModel(c) if c.state_loss else None
         self.binned_actions = BinnedActions(c) if c.binned_loss else None
 
@@ -151,7 +153,7 @@ class GR00TVLA(nn.Module):
         time = self.sample_time(len(action), action.device) if time is None else time
         share = time.to(action.dtype)[:, None, None]
         noisy, velocity = torch.lerp(noise, action, share), action - noise
-        view, state_token = self._view(context, batch), self._state_token(batch)
+        view, state_token = self._view(context, batch), self._augmented(self._state_token(batch))
         tokens = self._denoise(view, state_token, noisy, self._bucket(time), batch["embodiment_id"])
         predicted = self.action_decoder(tokens, batch["embodiment_id"])
         found = {"action": squared_error(predicted, velocity, batch["action_mask"])}
@@ -206,6 +208,16 @@ class GR00TVLA(nn.Module):
     def _state_token(self, batch: Batch) -> Tensor:
         out: Tensor = self.state_encoder(batch["state"], batch["embodiment_id"])
         return out
+
+    def _augmented(self, state_token: Tensor) -> Tensor:
+        """The encoded state as training sees it: of some samples dropped, with noise on top."""
+        c = self.config
+        if self.training and self.mask_token is not None:
+            drop = torch.rand(len(state_token), 1, 1, device=state_token.device) < c.state_dropout
+            state_token = torch.where(drop, self.mask_token.to(state_token.dtype), state_token)
+        if self.training and c.state_noise:
+            state_token = state_token + c.state_noise * torch.randn_like(state_token)
+        return state_token
 
     def _bucket(self, time: Tensor) -> Tensor:
         return (time * self.config.time_buckets).long()

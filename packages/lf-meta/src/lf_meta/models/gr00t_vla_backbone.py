@@ -44,18 +44,28 @@ class VisionTower(nn.Module):
 
     def __init__(self, c: VLAConfig) -> None:
         super().__init__()
-        self.patch, self.grid = c.patch, c.grid
+        self.patch, self.grid, self.position_grid = c.patch, c.grid, c.position_grid
         self.patches = nn.Linear(3 * c.patch**2, c.vision_hidden)
-        self.position = nn.Embedding(c.grid**2, c.vision_hidden)
+        self.position = nn.Embedding(c.position_grid**2, c.vision_hidden)
         self.blocks = nn.ModuleList(VisionBlock(c) for _ in range(c.vision_layers))
         self.norm = nn.LayerNorm(c.vision_hidden, eps=c.vision_eps)
         nn.init.normal_(self.position.weight, std=EMBEDDING_STD)
+
+    def positions(self) -> Tensor:
+        """[grid * grid, hidden]: the table, resized bilinearly (in float32 at least) if it has another side."""
+        table = self.position.weight
+        if self.position_grid == self.grid:
+            return table
+        plane = table.to(torch.promote_types(table.dtype, torch.float32)).T
+        plane = plane.reshape(1, -1, self.position_grid, self.position_grid)
+        resized = F.interpolate(plane, (self.grid, self.grid), mode="bilinear", antialias=True)
+        return resized[0].flatten(1).T.to(table.dtype)
 
     def forward(self, images: Tensor) -> Tensor:
         """[N, size, size, 3] normalised images, channels last, to [N, grid * grid, hidden]."""
         n, p, g = images.shape[0], self.patch, self.grid
         cut = images.reshape(n, g, p, g, p, 3).transpose(2, 3).reshape(n, g * g, 3 * p * p)
-        x = self.patches(cut.to(self.patches.weight.dtype)) + self.position.weight
+        x = self.patches(cut.to(self.patches.weight.dtype)) + self.positions()
         for block in self.blocks:
             x = block(x)
         out: Tensor = self.norm(x)

@@ -27,6 +27,9 @@ class VLAConfig(Section):
     cameras: Dimension = Field(2, description="images per sample")
     image_size: Dimension
     patch: Dimension
+    position_grid: Dimension = Field(
+        description="side of the table of patch positions; resized if an image has another number of patches"
+    )
     vision_hidden: Dimension
     vision_layers: Dimension
     vision_heads: Dimension
@@ -56,6 +59,11 @@ class VLAConfig(Section):
     horizon: Dimension = Field(description="actions predicted at once")
     positions: Dimension = 1024
     table_std: Annotated[float, Field(gt=0)] = Field(0.02, description="initial std of embodiment tables")
+    # state augmentation, in training only
+    state_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
+        0.0, description="share of samples whose state is replaced by a learned token; 0 has no such token"
+    )
+    state_noise: Weight = Field(0.0, description="std of Gaussian noise added to the encoded state")
     # flow matching
     time_alpha: Annotated[float, Field(gt=0)] = 1.5
     time_scale: Annotated[float, Field(gt=0, lt=1)] = 0.999
@@ -147,6 +155,7 @@ SIZES: dict[str, dict[str, int | float]] = {
         "image_token": 256,  # the first id behind the bytes
         "image_size": 32,
         "patch": 8,
+        "position_grid": 4,
         "vision_hidden": 48,
         "vision_layers": 2,
         "vision_heads": 3,
@@ -177,6 +186,7 @@ SIZES: dict[str, dict[str, int | float]] = {
         "image_token": 151_669,
         "image_size": 224,
         "patch": 14,
+        "position_grid": 16,
         "vision_hidden": 1152,
         "vision_layers": 27,
         "vision_heads": 16,

@@ -9,13 +9,15 @@ Where the names and the wiring behind them come from (public sources, read 2026-
                                                  FeedForward and TimestepEmbedding for the leaves
     action_head.{state,action}_encoder.*, action_head.action_decoder.*
                                                  Isaac-GR00T model/modules/embodiment_conditioned_mlp.py
-    action_head.{vlln,position_embedding}.*      Isaac-GR00T model/gr00t_n1d6/gr00t_n1d6.py
+    action_head.{vlln,position_embedding}.*, action_head.mask_token
+                                                 Isaac-GR00T model/gr00t_n1d6/gr00t_n1d6.py
 
-Number of keys (1106) and millions of parameters per group equal a public key dump of nvidia/GR00T-N1.6-3B. Not
-verifiable here, as the weights themselves were out of reach: that a forward pass with them gives NVIDIA's outputs;
-and the layout of ``patch_embedding.weight``, a linear layer [1152, 588] over (row, column, channel) in the source
-above, while one public converter treats it as a convolution (another shape, so loading would name it).
-
+Number of keys (1106) and millions of parameters per group equal a public key dump of nvidia/GR00T-N1.6-3B; a public
+converter of those weights asserts that patch_embedding.weight is [1152, 588], a linear layer. Checked once, on
+2026-11-30: with these names transformer, state encoder and action encoder load strictly into the copies that the
+lerobot 0.4.4 wheel carries (GR00T N1.5: no masks), and give the same float64 outputs (differences 0, 2e-16, 1e-15).
+Tests hold the language layers, the vision tower and the blocks to transformers and diffusers. Not verifiable, as the
+weights themselves were out of reach: that a whole forward pass with them gives NVIDIA's outputs.
 """
 
 from __future__ import annotations
@@ -31,7 +33,12 @@ from lf_meta.models.gr00t_vla_head import EmbodimentLinear
 
 VISION = "backbone.model.vision_model.vision_model."
 LANGUAGE = "backbone.model.language_model."
-OPTIONAL = ("world_model.", "binned_actions.")  # ours alone: the same name inside and outside
+MASK_TOKEN = "action_head.mask_token"  # only in checkpoints that were trained with state dropout
+OPTIONAL = (
+    "world_model.",
+    "binned_actions.",
+    MASK_TOKEN,
+)  # the first two are ours alone, named alike in and out
 
 
 def _module_names(c: VLAConfig) -> dict[str, tuple[str, ...]]:
@@ -106,6 +113,9 @@ def published_names(model: GR00TVLA) -> dict[str, tuple[str, ...]]:
     modules = _module_names(model.config)
     names: dict[str, tuple[str, ...]] = {}
     for parameter, _ in model.named_parameters():
+        if parameter == "mask_token":
+            names[parameter] = (MASK_TOKEN,)
+            continue
         if parameter.startswith(OPTIONAL):
             names[parameter] = (parameter,)
             continue

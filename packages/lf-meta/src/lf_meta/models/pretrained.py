@@ -107,7 +107,7 @@ def _headers(folder: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
 def check_folder(model: GR00TVLA, folder: str | os.PathLike[str]) -> None:
     """Check keys, shapes and dtypes of a folder against a model (which may be on the meta device); reads no weights.
 
-    Optional heads may be absent from the folder as a whole.
+    What is optional (heads of ours, the token of state dropout) may be absent from the folder, each as a whole.
 
     Raises:
         WeightsError: with every key that is missing, unexpected or wrong.

@@ -34,6 +34,8 @@ _FIELDS = {
     "attend_text_every_n_blocks": "text_every",
     "max_num_embodiments": "embodiments",
     "num_inference_timesteps": "denoise_steps",
+    "state_dropout_prob": "state_dropout",
+    "state_additive_noise_scale": "state_noise",
     "noise_beta_alpha": "time_alpha",
     "noise_s": "time_scale",
     "num_timestep_buckets": "time_buckets",
@@ -51,8 +53,6 @@ _FIXED = {
     "use_vlln": True,
     "add_pos_embed": True,
     "noise_beta_beta": 1.0,
-    "state_dropout_prob": 0.0,
-    "state_additive_noise_scale": 0.0,
 }
 _DIT_FIXED = {"norm_type": "ada_norm", "final_dropout": True, "interleave_self_attention": True}
 
