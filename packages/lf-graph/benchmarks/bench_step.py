@@ -183,7 +183,8 @@ class Run:
 
     def postpones(self, row: Row) -> bool:
         """Whether a row is timed now and profiled after all others."""
-        return self.effort.profiled and comes_first(row, self.args) and not self.args.only
+        here = self.device.type == "cuda" and not self.args.only
+        return here and self.effort.profiled and comes_first(row, self.args)
 
     def all(self, rows: list[Row]) -> None:
         """Measure every row, then profile those that had to be timed first."""

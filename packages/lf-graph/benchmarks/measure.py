@@ -238,8 +238,8 @@ def clean(device: torch.device) -> None:
         "torch._dynamo" in sys.modules
     ):  # importing it takes seconds, and rows that do not compile need not pay
         torch._dynamo.reset()
-    gc.collect()
     if device.type == "cuda":
+        gc.collect()
         torch.cuda.empty_cache()
 
 

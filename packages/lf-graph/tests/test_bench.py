@@ -200,6 +200,23 @@ def test_plain_rows_are_the_median_of_processes(bench: Any, tmp_path: Path) -> N
     assert row["step_ms"] in row["processes_ms"]
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_a_captured_step_learns_what_eager_learns_with_one_launch(tmp_path: Path) -> None:
+    out = tmp_path / "step.json"
+    only = ("--rows", "stock", "--match", "vla|2|eager,vla|2|graph,moe|2|eager,moe|2|graph")
+
+    done = run("--tiny", "--windows", "2", *only, "--json", str(out))
+
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())["rows"]
+    graphs = [r for r in rows if r["row"] == "graph"]
+    assert len(graphs) == 2
+    assert all(r["status"] == "ok" and r["parity"] < 0.02 for r in graphs), graphs
+    assert all(r["launches"] <= 4 < r["kernels"] for r in graphs), graphs
+    eager = {r["workload"]: r for r in rows if r["row"] == "eager"}
+    assert all(eager[g["workload"]]["launches"] > 100 for g in graphs)
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens without a GPU")
 def test_without_a_gpu_the_full_run_says_so_and_ends_well() -> None:
     done = run("--json", "unused.json")
@@ -260,7 +277,7 @@ def test_rows_timed_first_are_profiled_last_and_keep_their_times(
     monkeypatch.setattr(bench.bench_step, "measure", fake_measure)
     monkeypatch.setattr(bench.bench_step, "profile_again", fake_profile)
     rows = [bench.stock.row_of(vla, 2, v) for v in (bench.stock.GRAPH, bench.stock.EAGER)]
-    session = bench.bench_step.Run(bench.bench_step.arguments([]), CPU)
+    session = bench.bench_step.Run(bench.bench_step.arguments([]), torch.device("cuda"))
 
     session.all(rows)
 

@@ -197,8 +197,58 @@ def test_a_bound_block_takes_tensors_only_and_computes_the_same(bench: Any) -> N
         assert torch.equal(bound(*bound.tensors(call.args)), model.dit[1](*call.args))
 
 
+def test_the_matrix_library_of_a_row_is_put_back_when_it_closes_or_fails(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chosen = ["cublas"]
+
+    def library(name: str | None = None) -> str:
+        chosen.append(name or chosen[-1])
+        return chosen[-1]
+
+    monkeypatch.setattr(torch.backends.cuda, "preferred_blas_library", library)
+    (workload,) = bench.workloads.workloads(tiny=True)["vla"]
+    case = bench.measure.Case(workload, 2, CPU)
+    plain = bench.stock.Variant("plain")
+
+    prepared = bench.tune_stock.prepare_cublaslt(case, plain)
+    inside = chosen[-1]
+    prepared.close()
+
+    assert (inside, chosen[-1]) == ("cublaslt", "cublas")
+    monkeypatch.setattr(bench.stock, "prepare", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        bench.tune_stock.prepare_cublaslt(case, plain)
+    assert chosen[-1] == "cublas"
+
+
 def test_every_tuned_row_has_a_name_of_its_own(bench: Any) -> None:
     for group in bench.workloads.workloads().values():
         for workload in group:
             keys = [r.key for m in (bench.stock, bench.tune_stock) for r in m.rows(workload)]
             assert len(keys) == len(set(keys))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["graph, kept casts", "graphed callables"])
+def test_on_a_gpu_a_tuned_row_learns_what_eager_learns(bench: Any, name: str) -> None:
+    row, device = tuned(bench, "vla", name), torch.device("cuda")
+
+    found = bench.measure.measure(row, device, bench.measure.Effort(windows=2, profiled=False))
+
+    eager = bench.stock.row_of(row.workload, row.batch, bench.stock.EAGER_FUSED)
+    plain = bench.measure.measure(eager, device, bench.measure.Effort(windows=2, profiled=False))
+    assert found["status"] == "ok", found
+    # graphed callables draw dropout in another order than eager does
+    assert bench.report.distance(found["losses"], plain["losses"]) < (0.02 if "casts" in name else 0.3)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_captured_curve_is_the_eager_one(bench: Any, tmp_path: Path) -> None:
+    out = tmp_path / "curves.json"
+
+    bench.curves.main(["--tiny", "--rows", "stock", "--steps", "6", "--seeds", "1", "--json", str(out)])
+
+    graphs = [v for v in json.loads(out.read_text())["verdicts"] if v["row"] == "graph"]
+    assert len(graphs) == 3
+    assert all(not v["error"] and v["distance"] < max(v["eager_spread"], 1e-3) for v in graphs), graphs

@@ -8,7 +8,8 @@ They count as stock: the best stock row of a run is the fastest of all. README.m
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -207,6 +208,29 @@ def prepare_reduce_overhead(case: Case, variant: Variant) -> Prepared:
     return prepared
 
 
+# --- the other matrix library
+
+
+@contextmanager
+def cublaslt() -> Iterator[None]:
+    """Let plain matrix products prefer cuBLASLt."""
+    before = torch.backends.cuda.preferred_blas_library()
+    torch.backends.cuda.preferred_blas_library("cublaslt")
+    try:
+        yield
+    finally:
+        torch.backends.cuda.preferred_blas_library(before)
+
+
+def prepare_cublaslt(case: Case, variant: Variant) -> Prepared:
+    """Products through cuBLASLt, whose choice of kernels differs from cuBLAS's, for as long as the row lives."""
+    with ExitStack() as undo:
+        undo.enter_context(cublaslt())
+        prepared = stock.prepare(case, variant)
+        undo.callback(prepared.close)
+        return replace(prepared, close=undo.pop_all().close)
+
+
 # --- the rows
 
 
@@ -246,6 +270,7 @@ def special_rows(workload: Workload, batch: int) -> list[Row]:
         row(prepare_kept_casts, replace(GRAPH, name="graph, kept casts")),
         row(prepare_kept_casts, replace(BLOCKS_GRAPH, name="blocks+graph, kept casts")),
         row(prepare_kept_casts, replace(WHOLE_GRAPH, name="whole+graph, kept casts")),
+        row(prepare_cublaslt, replace(BLOCKS_GRAPH, name="blocks+graph, cuBLASLt")),
         row(prepare_graphed_blocks, replace(accelerated, name="graphed callables", expect_s=20)),
         row(prepare_reduce_overhead, replace(accelerated, name="whole, reduce-overhead", **own)),
     ]
