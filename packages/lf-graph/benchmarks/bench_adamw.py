@@ -302,13 +302,13 @@ def copy_rate(flat: Flat) -> float:
 
 
 def launches(multiprocessors: int) -> list[Launch]:
-    """The grid of the sweep; 48 points, twelve compilations."""
+    """The grid of the sweep; 60 points, twelve compilations. The last number of programs is one per chunk."""
     sizes = [(b, w, 4) for b in (512, 1024, 2048, 4096) for w in (4, 8)]
     sizes += [(b, w, 8) for b in (1024, 2048) for w in (4, 8)]
     return [
-        Launch(block=block, warps=warps, vector=vector, programs=per * multiprocessors)
+        Launch(block=block, warps=warps, vector=vector, programs=programs)
         for block, warps, vector in sizes
-        for per in (2, 4, 8, 16)
+        for programs in (*(per * multiprocessors for per in (2, 4, 8, 16)), 1 << 20)
     ]
 
 

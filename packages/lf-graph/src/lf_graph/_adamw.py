@@ -29,14 +29,13 @@ _HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
 
 @dataclass(frozen=True)
 class Launch:
-    """How the Triton kernels are laid over the device; numbers for tuning, none changes more than rounding of
-    the norm.
+    """How the Triton kernels are laid over the device: numbers to tune, which change at most the norm's rounding.
 
     Attributes:
         block: elements a program handles at once, a power of two.
         warps: warps of 32 threads in a program.
-        programs: programs in the grid, which stride over the chunks; 0 takes 8 per multiprocessor. Fewer
-            leave room for GEMMs that run beside the optimizer.
+        programs: programs in the grid, which stride over the chunks. 0 takes 8 per multiprocessor for the update (as
+            many as fit) and one per chunk for the norm. Fewer leave room for GEMMs that run beside the optimizer.
         chunk: elements in one row of the chunk table, a multiple of 128; the norm is summed per chunk.
         vector: neighbouring elements of one thread: 4 keeps all of an element in one thread (bf16 moves by 8
             bytes), 8 moves bf16 by 16 bytes and pays with exchanges through shared memory.

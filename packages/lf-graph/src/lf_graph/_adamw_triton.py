@@ -216,7 +216,7 @@ class TritonKernels:
         dtype, rows, partials = table
         block = norm_block(self._launch.warps, self._launch.chunk)
         with torch.cuda.device_of(rows):  # Triton launches on the current device
-            square_sums[(self._grid(rows),)](
+            square_sums[(_grid(rows, self._launch.programs or len(rows)),)](
                 rows, count, addresses, scale, partials,
                 GRADIENT=_TYPES[dtype], BLOCK=block, num_warps=self._launch.warps,
             )  # fmt: skip
@@ -233,14 +233,15 @@ class TritonKernels:
         dtype, rows, _ = table
         flat, launch = self._flat, self._launch
         with torch.cuda.device_of(rows):
-            update[(self._grid(rows),)](
+            update[(_grid(rows, self._programs),)](
                 rows, count, addresses, coefficients, multiplier, finite,
                 flat.master, flat.exp_avg, flat.exp_avg_sq, flat.shadow,
                 GRADIENT=_TYPES[dtype], BLOCK=launch.block, VECTOR=launch.vector, num_warps=launch.warps,
             )  # fmt: skip
 
-    def _grid(self, rows: Tensor) -> int:
-        return max(1, min(self._programs, len(rows)))
+
+def _grid(rows: Tensor, programs: int) -> int:
+    return max(1, min(programs, len(rows)))
 
 
 def norm_block(warps: int, chunk: int) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +24,8 @@ from lf_graph._errors import AddressError, GraphError
 ALIGNMENT = 256
 CHUNK_COLUMNS = 5  # tensor index, start within the tensor, master offset, shadow offset or -1, length
 _REFUSED = ("amsgrad", "maximize", "differentiable")
+_STATE = ("step", "exp_avg", "exp_avg_sq")
+_NOTHING: dict[str, Any] = {}
 
 
 class OptimizerError(GraphError):
@@ -318,14 +320,17 @@ class FlatParameters:
         """
         if [p.data_ptr() for p in self.parameters] != self._addresses:
             self._raise_moved()
-        for p, slot, views in zip(self.parameters, self.layout.slots, self._states, strict=True):
-            held = self.optimizer.state.get(p, {})
-            for key, view in views.items():
-                if held.get(key) is not view:
-                    raise AddressError(
-                        f"the optimizer's {key} of {slot.name} was replaced; use optimizer.load_state_dict"
-                    )
-        self._check_membership()
+        states = self.optimizer.state
+        for p, views in zip(self.parameters, self._states, strict=True):
+            held = states.get(p, _NOTHING)
+            for key in _STATE:  # a plain loop: this runs before every step
+                if held.get(key) is not views[key]:
+                    self._raise_replaced(p, key)
+        known = self._index
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad and id(p) not in known:
+                    self._raise_added(p)
 
     def _raise_moved(self) -> None:
         for p, slot, address in zip(self.parameters, self.layout.slots, self._addresses, strict=True):
@@ -333,11 +338,14 @@ class FlatParameters:
                 fix = "change it in place, and move or convert the model before FlatParameters is built"
                 raise AddressError(f"the data of {slot.name} was replaced; {fix}")
 
-    def _check_membership(self) -> None:
-        for member in _members(self.optimizer, ()):
-            if id(member.parameter) not in self._index:
-                why = "was added to the optimizer or unfrozen after the flat buffers were laid out"
-                raise AddressError(f"{member.name} {why}; build FlatParameters after that")
+    def _raise_replaced(self, p: Tensor, key: str) -> NoReturn:
+        name = self.layout.slots[self._index[id(p)]].name
+        raise AddressError(f"the optimizer's {key} of {name} was replaced; use optimizer.load_state_dict")
+
+    def _raise_added(self, p: Tensor) -> NoReturn:
+        name = next(m.name for m in _members(self.optimizer, ()) if m.parameter is p)
+        why = "was added to the optimizer or unfrozen after the flat buffers were laid out"
+        raise AddressError(f"{name} {why}; build FlatParameters after that")
 
     def close(self) -> None:
         """Takes our hooks off the optimizer; parameters and state stay where they are."""
