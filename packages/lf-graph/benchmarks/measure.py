@@ -3,8 +3,9 @@
 Definitions, the same for stock rows and ours (and those of the baselines of DESIGN.md section 4):
 
 - step_ms: median over windows between two CUDA events after warm-up, the device idle before each window; spread is
-  (max - min) / median of them
-- through_ms: many steps queued without waiting, total over number; what a pipelined step is judged by
+  (max - min) / median of them. A window is one step; of a pipelined row, where the next step begins beside the end of
+  this one, it is many steps and the end of the last, over their number
+- through_ms: many steps queued without waiting, and the end of the last, over their number
 - launches: launch calls of one profiled step; kernels: device events in it; busy_ms: the sum of their times, in which
   the profiler's own ranges (``Optimizer.step``) count as they did in the baselines; kernel_ms is the sum without them
 - prep_s: from the first line of ``setup`` to the end of the first steps, compilation and capture included
@@ -24,7 +25,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -74,14 +75,17 @@ class Prepared:
 
     ``step`` does one whole optimizer step and returns the loss of its forward, still on the device; ``restart`` puts
     the initial weights back and forgets the optimizer's moments, at unchanged addresses. ``feeds`` are the tensors
-    that ``step`` reads its batch from (any nesting); curves.py copies every step's batch there.
+    that ``step`` reads its batch from (any nesting); curves.py copies every step's batch there. ``facts`` tells what
+    the row chose by itself, once it ran.
     """
 
     step: Callable[[], Tensor]
     restart: Callable[[], None]
+    join: Callable[[], None] = lambda: None
+    pipelined: bool = False
     close: Callable[[], None] = lambda: None
     trainable: int = 0
-    facts: dict[str, Any] = field(default_factory=dict)
+    facts: Callable[[], dict[str, Any]] = dict
     feeds: Any = None
 
     def feed(self, batch: Any) -> None:
@@ -174,21 +178,22 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
     return float(first.elapsed_time(last))
 
 
-def repeat(step: Callable[[], object], times: int) -> Callable[[], None]:
-    """``step`` many times as one call."""
+def repeat(prepared: Prepared, times: int) -> Callable[[], None]:
+    """Many steps, to their very end, as one call."""
 
     def run() -> None:
         for _ in range(times):
-            step()
+            prepared.step()
+        prepared.join()
 
     return run
 
 
-def time_steps(step: Callable[[], object], device: torch.device, effort: Effort) -> dict[str, Any]:
+def time_steps(prepared: Prepared, device: torch.device, effort: Effort) -> dict[str, Any]:
     """Milliseconds per step, in windows and in one long queue."""
-    window = repeat(step, effort.window_steps)
-    windows = [timed(window, device) / effort.window_steps for _ in range(effort.windows)]
-    through = timed(repeat(step, effort.through_steps), device) / effort.through_steps
+    steps = effort.through_steps if prepared.pipelined else effort.window_steps
+    windows = [timed(repeat(prepared, steps), device) / steps for _ in range(effort.windows)]
+    through = timed(repeat(prepared, effort.through_steps), device) / effort.through_steps
     median = statistics.median(windows)
     return {
         "step_ms": median,
@@ -260,7 +265,7 @@ def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:
     start = time.perf_counter()
     prepared = row.setup(case)
     try:
-        repeat(prepared.step, WARM_UP)()
+        repeat(prepared, WARM_UP)()
         synchronize(device)
         result: dict[str, Any] = {"prep_s": time.perf_counter() - start, "trainable": prepared.trainable}
         peak = peak_gib(device)
@@ -268,11 +273,11 @@ def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:
         if row.name == "eager":  # how far another dropout seed moves the losses
             result["losses_reseeded"] = first_losses(prepared, PARITY_SEED + 1)
         reset_peak(device)  # restarting builds a second model for a moment
-        result |= time_steps(prepared.step, device, effort)
+        result |= time_steps(prepared, device, effort)
         result["peak_gib"] = max(peak, peak_gib(device))
         result["units_per_s"] = case.workload.units(case.batch) / result["step_ms"] * 1000
         if effort.profiled:
-            result |= profile_step(prepared.step, device)
+            result |= profile_step(repeat(prepared, 1), device)
         return result | {"facts": dict(prepared.facts.items())}  # read before close
     finally:
         prepared.close()
@@ -284,8 +289,8 @@ def profile_again(row: Row, device: torch.device) -> dict[str, Any]:
     try:
         prepared = row.setup(Case(row.workload, row.batch, device))
         try:
-            repeat(prepared.step, WARM_UP)()
-            return profile_step(prepared.step, device)
+            repeat(prepared, WARM_UP)()
+            return profile_step(repeat(prepared, 1), device)
         finally:
             prepared.close()
     except Exception as e:  # the times of the row stay

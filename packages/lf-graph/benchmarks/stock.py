@@ -193,7 +193,8 @@ def prepare(case: Case, variant: Variant) -> Prepared:
             reload_weights(model, build(case, variant))
             forget_moments(optimizer)
 
-        return Prepared(step, restart, undo.pop_all().close, count_trained(model), feeds=batch)
+        close = undo.pop_all().close
+        return Prepared(step, restart, close=close, trainable=count_trained(model), feeds=batch)
 
 
 def row_of(workload: Workload, batch: int, variant: Variant) -> Row:

@@ -73,6 +73,9 @@ def _copy_across(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
 class Refusing(TorchDispatchMode):
     """Raises :class:`GraphCaptureError` at the first operator that a graph cannot hold."""
 
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -228,6 +231,11 @@ class RecordBackend:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """No change: there is one order of work."""
+        yield
+
+    @contextmanager
+    def leaving(self, multiprocessors: int) -> Iterator[None]:
+        """Nothing runs beside anything here."""
         yield
 
     def watch_peak(self) -> Callable[[], int]:

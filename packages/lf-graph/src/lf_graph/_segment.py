@@ -104,10 +104,17 @@ class Captured:
 
 @dataclass(frozen=True)
 class Frozen:
-    """A pool for the frozen prefix, and the module at whose call it ends (None: at the end of a piece)."""
+    """Where the frozen prefix goes.
+
+    Attributes:
+        pool: memory of its own.
+        cut: the module at whose call it ends; None: at the end of a piece.
+        leave: multiprocessors its matrix products leave to the optimizer.
+    """
 
     pool: Any
     cut: nn.Module | None
+    leave: int = 0
 
 
 class Segment:
@@ -131,6 +138,9 @@ class Segment:
         self.seeds: dict[str, Tensor] = {}
         self._runs: list[_Run] = []
         self._random: list[bool] = []
+        self.copies: list[
+            tuple[str, tuple[int, ...], tuple[int, ...]]
+        ] = []  # gradients copied in a backward: why, shape
 
     # -- eager, before the capture ---------------------------------------------------------------------------
 
@@ -182,15 +192,15 @@ class Segment:
         if frozen.cut is not None and any(
             frozen.cut is m for root in piece.modules() for m in root.modules()
         ):
-            both = capture_cut(
-                self.backend, lambda: self._forward(piece), frozen.cut, frozen.pool, self.pool.handle
-            )
+            forward = lambda: self._forward(piece)  # noqa: E731
+            both = capture_cut(self.backend, forward, frozen.cut, frozen.pool, self.pool.handle, frozen.leave)
             captured.frozen, captured.forward = both.frozen, both.rest
             return None
         if self._wants_gradient(piece):
             captured.forward = self._capture(self.pool.handle, piece)
             return None
-        captured.frozen = self._capture(frozen.pool, piece)
+        with self.backend.leaving(frozen.leave):
+            captured.frozen = self._capture(frozen.pool, piece)
         return frozen
 
     def _wants_gradient(self, piece: Piece) -> bool:
@@ -199,6 +209,7 @@ class Segment:
 
     def capture_backward(self, sink: GradientSink) -> None:
         """Capture every piece's backward in reverse order; ``seeds`` hold the gradients of the outputs."""
+        self.copies = []
         self.grads = dict(self.seeds)
         for captured, run in zip(reversed(self.captured), reversed(self._runs), strict=True):
             if any(n in self.grads for n in captured.piece.outputs):
@@ -311,8 +322,12 @@ class Segment:
         """``grad`` in memory that no edge uses: an addition hands one tensor to both of its inputs."""
         taken = {g.untyped_storage()._cdata for g in self.grads.values()}
         if not grad.is_contiguous():
+            self.copies.append(("not contiguous", tuple(grad.shape), grad.stride()))
             return grad.contiguous()
-        return grad.clone() if grad.untyped_storage()._cdata in taken else grad
+        if grad.untyped_storage()._cdata in taken:
+            self.copies.append(("shared with another edge", tuple(grad.shape), grad.stride()))
+            return grad.clone()
+        return grad
 
 
 def _boundary(value: Tensor) -> Tensor:

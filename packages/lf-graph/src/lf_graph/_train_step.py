@@ -76,6 +76,7 @@ class TrainStep:
         max_bytes: budget of graph memory.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
             stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`.
+        leave: with ``overlap``, multiprocessors that the frozen prefix leaves to the optimizer.
         launch: sizes of the optimizer's kernels.
         name: for errors and statistics.
     """
@@ -98,6 +99,7 @@ class TrainStep:
         max_graphs: int = 1,
         max_bytes: int | None = None,
         reduce: Reduce | None = None,
+        leave: int = 0,
         launch: Launch | None = None,
         name: str = "step",
     ) -> None:
@@ -107,7 +109,7 @@ class TrainStep:
         self.model, self.optimizer, self.name = model, optimizer, name
         self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
         self._loss = loss or model
-        self._reduce, self._launch = reduce, launch
+        self._reduce, self._launch, self._leave = reduce, launch, leave
         self._clip, self._gate, self._fused = clip, gate, fused
         self._dtype, self._shadows = autocast, shadows
         self._compile, self._options = compile, dict(compile_options or {})
@@ -226,7 +228,14 @@ class TrainStep:
         )
         compile = "off" if backend.executes_captures else self._compile
         recipe = Recipe(
-            (self.model,), self._loss, autocast, compile, self._options, self.overlap, update.shadows()
+            (self.model,),
+            self._loss,
+            autocast,
+            compile,
+            self._options,
+            self.overlap,
+            self._leave,
+            update.shadows(),
         )
         return _State(backend, recipe, update, GraphPool(backend, self._max_bytes))
 
@@ -315,7 +324,7 @@ class TrainStep:
             "compile": asked
             if state.recipe.compile == self._compile
             else f"off: no compiler on {state.backend.name}",
-            "gradients": type(state.sink).__name__,
+            "gradients": f"{type(state.sink).__name__}, {_copies(state)}",
         }
 
     def close(self) -> None:
@@ -457,6 +466,13 @@ class _State:
         self.graphs, self.finish, self.optimize = [], None, None
         if hasattr(self.update, "flat"):
             self.update.flat.close()
+
+
+def _copies(state: _State) -> str:
+    """How many gradients a backward copies, by reason."""
+    reasons = [why for g in state.graphs[-1:] for why, _, _ in g.segment.copies]
+    counts = {why: reasons.count(why) for why in reasons}
+    return ", ".join(f"{n} copied ({why})" for why, n in counts.items()) or "none copied"
 
 
 def _flat_views(parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
