@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -291,6 +291,28 @@ def test_it_compiles_as_one_graph_forward_and_backward(autocast: bool) -> None:
         assert torch.equal(a.counts, b.counts)
         for left, right in zip(gradients(moe, x, a.y), gradients(moe, x, b.y), strict=True):
             assert (left - right).norm() <= tolerance * left.norm()
+
+
+def test_every_move_and_product_compiles_with_its_gradients() -> None:
+    order, rows, offsets = sort_by_expert(torch.randint(0, 4, (5, 2)), 4, None)
+    w = torch.randn(4, 16, 8, requires_grad=True)
+
+    def check(fn: Callable[..., Tensor], *inputs: Tensor) -> None:
+        torch.compiler.reset()
+        grad = torch.randn_like(fn(*inputs))
+        compiled = torch.compile(fn, backend="aot_eager", fullgraph=True)
+        expected, found = (torch.autograd.grad(f(*inputs), inputs, grad) for f in (fn, compiled))
+        for a, b in zip(expected, found, strict=True):
+            torch.testing.assert_close(a, b)
+
+    for dtype in (torch.float32, torch.bfloat16):
+        y = torch.randn(10, 16, dtype=dtype, requires_grad=True)
+        check(lambda x: spread(x, order // 2, rows), torch.randn(5, 16, dtype=dtype, requires_grad=True))
+        check(lambda y: gather_sum(y, order // 2, rows), y)
+        check(weighted_swiglu, y, torch.rand(10, requires_grad=True))
+    wide = w.detach().bfloat16().requires_grad_()
+    check(lambda x, w: grouped_mm_clearing_idle(x, w, offsets), y, wide)
+    check(lambda x, w: masked_dense(x, w, offsets), y.detach().float().requires_grad_(), w)
 
 
 def test_a_permutation_of_the_tokens_permutes_the_output() -> None:

@@ -64,7 +64,7 @@ def choose_backend(
     obstacle = _obstacle(device, dtype, dims)
     if not obstacle:
         # pytorch#172439: on sm_100 the weight gradient of an expert without a row is not written
-        clear = device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 10
+        clear = device.type == "cuda" and _major(device.index) == 10
         return ExpertBackend("grouped_mm", "requested" if requested != "auto" else "supported", clear)
     if requested == "grouped_mm":
         raise GraphError(f"grouped_mm cannot run: {obstacle}; use backend='auto'")
@@ -79,7 +79,7 @@ def _obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, ...]) -
         return f"widths {dims} of {dtype} are not multiples of {ALIGNMENT} bytes"
     if device.type == "cuda":
         # elsewhere torch copies the offsets to the host and loops (aten/src/ATen/native/cuda/GroupedBlas.cpp)
-        major = torch.cuda.get_device_capability(device)[0]
+        major = _major(device.index)
         if dtype != torch.bfloat16 or major not in (9, 10):
             return (
                 f"torch has a device-side kernel for bfloat16 on sm_90 and sm_100, not {dtype} on sm_{major}x"
@@ -91,6 +91,12 @@ def _obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, ...]) -
     elif dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return f"torch has no grouped_mm for {dtype}"
     return ""
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def _major(index: int | None) -> int:
+    """First number of the card's compute capability."""
+    return int(torch.cuda.get_device_capability(index)[0])
 
 
 def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:
@@ -153,7 +159,9 @@ class _WeightedSwiGLU(torch.autograd.Function):
     def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
         ctx.save_for_backward(gate_up, weight)
         gate, up = _halves(gate_up)
-        return (F.silu(gate) * up * weight[:, None]).to(gate_up.dtype)
+        out = F.silu(gate) * up * weight[:, None]
+        # torch 2.11 compiles a forward that ends in a cast to its own dtype to one without gradients
+        return out if out.dtype == gate_up.dtype else out.to(gate_up.dtype)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
