@@ -278,7 +278,7 @@ def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:
         result["units_per_s"] = case.workload.units(case.batch) / result["step_ms"] * 1000
         if effort.profiled:
             result |= profile_step(repeat(prepared, 1), device)
-        return result | {"facts": dict(prepared.facts.items())}  # read before close
+        return result | {"facts": prepared.facts()}  # read before close
     finally:
         prepared.close()
 
