@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
 from lf_graph._errors import GraphCaptureError
@@ -75,7 +76,8 @@ class Report:
     """What :func:`lf_graph.check` found.
 
     Attributes:
-        findings: errors and warnings in the order of the run, structure first; each place once.
+        findings: errors and warnings in the order of the run, structure first; a line that several submodules run
+            has one finding for each of them, and one row in the printed table.
         operations: operators of one forward and backward.
         random: whether a random generator was used.
         parameters: which trainable parameters got a gradient; both empty without a backward.
@@ -110,11 +112,13 @@ class Report:
         return json.dumps({"version": 1, "ok": self.ok, **asdict(self)}, indent=1)
 
     def __str__(self) -> str:
-        return "\n".join([_headline(self), *_table(self.findings)])
+        return "\n".join([_headline(self), *_table(_grouped(self.findings))])
 
 
 def _headline(report: Report) -> str:
-    errors, warnings = len(report.errors), len(report.findings) - len(report.errors)
+    rows = _grouped(report.findings)
+    errors = sum(f.severity == "error" for f in rows)
+    warnings = len(rows) - errors
     counts = (
         f"{_count(errors, 'error')}, {_count(warnings, 'warning')}" if report.findings else "nothing found"
     )
@@ -129,7 +133,19 @@ def _count(n: int, noun: str) -> str:
     return f"{n} {noun}{'' if n == 1 else 's'}"
 
 
-def _table(findings: tuple[Finding, ...]) -> list[str]:
+def _grouped(findings: tuple[Finding, ...]) -> list[Finding]:
+    """Findings with one row for the submodules that run the same line."""
+    groups: dict[Finding, list[str]] = {}
+    for f in findings:
+        groups.setdefault(replace(f, module=""), []).append(f.module)
+    return [replace(f, module=_modules(names)) for f, names in groups.items()]
+
+
+def _modules(names: list[str]) -> str:
+    return names[0] if len(names) == 1 else f"{names[0]} and {len(names) - 1} more"
+
+
+def _table(findings: Sequence[Finding]) -> list[str]:
     if not findings:
         return []
     rows: list[tuple[str, ...]] = [("severity", "kind", "operation", "where", "module")]

@@ -77,7 +77,8 @@ def _refill(container: Any, items: Any) -> None:
 
 def _device_states() -> tuple[Tensor, ...]:
     # reading the states of a process that has not used CUDA yet would make its contexts
-    return tuple(torch.cuda.get_rng_state_all()) if torch.cuda.is_initialized() else ()  # type: ignore[no-untyped-call]
+    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
+    return tuple(torch.cuda.get_rng_state_all()) if used else ()
 
 
 @dataclass(frozen=True)

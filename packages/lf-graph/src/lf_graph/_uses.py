@@ -88,11 +88,11 @@ class _Memory:
         yield from (key for at, key in self.spans[:last] if at > start)
 
 
-class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Reads(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Notes each operator that takes memory of a parameter and is no view."""
 
     def __init__(self, names: Names, state: Preserved) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._state = state
         self._reads: dict[int, list[_Read]] = {id(p): [] for _, p in names.parameters}
         self._memory = _layout(list(dict.fromkeys(p for _, p in names.parameters)))

@@ -63,7 +63,7 @@ class Watch:
             yield
 
     def add(self, finding: Finding) -> None:
-        """Keep a finding unless its place has one of its kind, or one that already says that the host waits."""
+        """Keep a finding unless its line has one of its kind in this submodule, or one of a wait."""
         if not any(_same(finding, f) for f in self.findings):
             self.findings.append(finding)
 
@@ -154,7 +154,7 @@ def _same(a: Finding, b: Finding) -> bool:
         "device_to_host",
         "cpu_tensor",
     )
-    if a.where != b.where:
+    if (a.where, a.module) != (b.where, b.module):
         return False
     return (a.kind == b.kind and (a.op == b.op or a.kind in one_a_line)) or (
         a.kind == "synchronize" and b.kind in waits and b.severity == "error"
@@ -169,11 +169,11 @@ def _classes(args: Sequence[Any], kwargs: dict[str, Any]) -> int:
     return int(kwargs.get("num_classes", args[1] if len(args) > 1 else -1))
 
 
-class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _Operators(TorchDispatchMode):  # type: ignore[no-untyped-call, unused-ignore]
     """Below autograd and autocast: what runs on the device."""
 
     def __init__(self, watch: Watch) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()  # type: ignore[no-untyped-call, unused-ignore]
         self._watch = watch
 
     def __torch_dispatch__(
