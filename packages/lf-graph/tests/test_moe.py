@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lf_graph import GraphError, MoE, _moe_experts, capture
+from lf_graph._check import check
 from lf_graph._moe_experts import (
     choose_backend,
     grouped_mm,
@@ -260,6 +261,13 @@ def test_results_repeat_bit_for_bit() -> None:
     first = bits()
     for _ in range(3):
         assert all(torch.equal(a, b) for a, b in zip(first, bits(), strict=True))
+
+
+def test_the_dry_run_finds_nothing_that_a_graph_cannot_hold() -> None:
+    moe = made(balance_weight=0.01, z_weight=0.001)
+    report = check(moe, torch.randn(3, 7, 16, requires_grad=True), torch.rand(3, 7) < 0.7)
+    assert report.findings == ()
+    assert not report.random
 
 
 def test_a_captured_layer_follows_tokens_that_go_elsewhere() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lf_graph import GraphCaptureError, GraphError, HostRoutedMoE, HostRouting, MoE, StaleReplayError, capture
+from lf_graph._check import check
 
 
 def pair(
@@ -200,6 +201,13 @@ def test_after_close_calls_run_eagerly_at_any_size() -> None:
     host.close()
     x = rows(7)
     assert_same(run(host, x), run(device, x))
+
+
+def test_the_dry_run_finds_its_read_back_and_nothing_in_its_experts() -> None:
+    host, _ = pair()
+    x = rows(20).requires_grad_()
+    assert "Tensor.tolist" in {f.op for f in check(host, x).errors}
+    assert check(host.experts_at(16), x, *routing(host, x)).ok
 
 
 def test_it_refuses_to_be_captured_as_a_whole_and_says_what_to_capture() -> None:
