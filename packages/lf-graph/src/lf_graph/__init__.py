@@ -1,6 +1,8 @@
 """Training steps as CUDA graphs, captured in pieces and checked before capture."""
 
 from lf_graph._adamw import Launch
+from lf_graph._bucket_stats import BucketsStats, BucketStats
+from lf_graph._buckets import Buckets
 from lf_graph._capture import Captured, capture
 from lf_graph._chain import Chain, Eager
 from lf_graph._errors import (
@@ -16,6 +18,7 @@ from lf_graph._mask import BlockSparse, Causal, DynamicMaskBuffer, Full
 from lf_graph._moe import MoE, MoEOutput
 from lf_graph._moe_host import HostRoutedMoE, HostRouting
 from lf_graph._pool import GraphPool
+from lf_graph._registry import close, stats
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
 from lf_graph._train_step import StepResult, TrainStep
@@ -25,6 +28,9 @@ __version__ = "0.1.0"
 __all__ = [
     "AddressError",
     "BlockSparse",
+    "BucketStats",
+    "Buckets",
+    "BucketsStats",
     "BudgetError",
     "Captured",
     "Causal",
@@ -48,4 +54,6 @@ __all__ = [
     "StepResult",
     "TrainStep",
     "capture",
+    "close",
+    "stats",
 ]

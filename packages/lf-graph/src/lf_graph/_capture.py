@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -11,8 +12,9 @@ from torch.utils import _pytree as pytree
 
 from lf_graph._backend import backend_for
 from lf_graph._chain import Chain
-from lf_graph._errors import GraphError, SignatureError
+from lf_graph._errors import BudgetError, GraphCaptureError, GraphError, SignatureError
 from lf_graph._pool import GraphPool
+from lf_graph._registry import forget, register
 from lf_graph._sandbox import buffers_of, restored
 from lf_graph._segment import Autocast, Piece
 from lf_graph._static import Signature, TensorSpec, signature_of, tensors_of
@@ -23,9 +25,17 @@ class Captured:
     """A captured call; made by :func:`capture`."""
 
     def __init__(
-        self, fn: Callable[..., Any], chain: Chain, signature: Signature, outputs: Signature
+        self, fn: Callable[..., Any], chain: Chain, signature: Signature, outputs: Signature, reason: str = ""
     ) -> None:
         self._fn, self._chain, self._signature, self._outputs = fn, chain, signature, outputs
+        self._reason, self._eager = reason, 0
+        forget(chain)  # its statistics and its end are this object's
+        register(self)
+
+    @property
+    def reason(self) -> str:
+        """Why calls run eagerly (``fallback="eager"`` was given and the capture failed); "" for replays."""
+        return self._reason
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Replay with new tensors; differentiable.
@@ -34,6 +44,10 @@ class Captured:
             SignatureError: anything but tensor values differs from the captured call: shapes, dtypes, devices,
                 Python numbers, structure.
         """
+        if self._reason:
+            self._eager += 1
+            with self._chain.autocast():
+                return self._fn(*args, **kwargs)
         differences = self._signature.differences(signature_of(args, kwargs))
         if differences:
             raise SignatureError(self._chain.name, differences)
@@ -43,17 +57,23 @@ class Captured:
         return pytree.tree_unflatten(leaves, self._outputs.structure)[0][0]
 
     @property
+    def static_inputs(self) -> list[Tensor]:
+        """See :attr:`Chain.static_inputs`; in the order of the call's tensors."""
+        return self._chain.static_inputs
+
+    @property
     def parameters(self) -> list[Tensor]:
         """Parameters whose gradients are added in place to ``.grad`` by the backward graph."""
         return self._chain.parameters
 
     def stats(self) -> GraphStats:
         """Counts and bytes so far."""
-        return self._chain.stats()
+        return replace(self._chain.stats(), eager=self._eager, reason=self._reason)
 
     def close(self) -> None:
         """Free the graphs."""
         self._chain.close()
+        forget(self)
 
     def __enter__(self) -> Captured:
         return self
@@ -72,6 +92,7 @@ def capture(
     max_bytes: int | None = None,
     copy_outputs: bool = True,
     checkpoint: bool = False,
+    fallback: Literal["error", "eager"] = "error",
     **kwargs: Any,
 ) -> Captured:
     """Capture ``fn(*args, **kwargs)``, forward and backward; everything that is not a tensor is frozen into it.
@@ -83,13 +104,18 @@ def capture(
         name: for errors and statistics.
         autocast, pool, max_bytes, copy_outputs: see :class:`Chain`.
         checkpoint: see :class:`Piece`.
+        fallback: "eager" lets the result run ``fn`` as it is, with any arguments, when it cannot be captured or does
+            not fit; :attr:`Captured.reason` and ``stats().eager`` tell.
 
     Returns:
         A function of the same arguments.
 
     Raises:
         GraphCaptureError: naming operation, file and line. Nothing stays allocated.
+        BudgetError: the graphs would need more memory than allowed.
     """
+    if fallback not in ("error", "eager"):
+        raise GraphError(f'fallback={fallback!r}: it is "error" or "eager"')
     tensors = tensors_of(args, kwargs)
     if not tensors:
         raise GraphError("capture needs at least one tensor argument, which says on which device to capture")
@@ -114,7 +140,20 @@ def capture(
         max_bytes=max_bytes,
         copy_outputs=copy_outputs,
     )
-    return Captured(fn, chain.capture(*tensors), signature, flat.outputs)
+    reason = _try(chain, tensors, fallback == "eager")
+    return Captured(fn, chain, signature, flat.outputs, reason)
+
+
+def _try(chain: Chain, tensors: Sequence[Tensor], forgive: bool) -> str:
+    """Capture; returns why it was not possible, if that is to be forgiven."""
+    try:
+        chain.capture(*tensors)
+    except BaseException as e:
+        forget(chain)
+        if forgive and isinstance(e, GraphCaptureError | BudgetError):
+            return f"{type(e).__name__}: {e}"
+        raise
+    return ""
 
 
 class _Flat:

@@ -16,6 +16,7 @@ from lf_graph._backend import backend_for
 from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._gradients import InPlace
 from lf_graph._pool import GraphPool
+from lf_graph._registry import forget, register
 from lf_graph._sandbox import buffers_of, restored
 from lf_graph._segment import Autocast, Piece, Segment
 from lf_graph._static import StaticInputs, copy_into
@@ -122,7 +123,7 @@ class Chain:
 
     After :meth:`capture` it is called like a function and takes part in autograd. Parameter gradients are added in
     place to ``.grad`` inside the graphs. Outputs are copied out unless ``copy_outputs`` is False; then they lie in
-    graph memory and the next call overwrites them.
+    graph memory, good until the chain's backward or its next call.
 
     Args:
         elements: :class:`Piece` and :class:`Eager` in order of execution.
@@ -153,7 +154,7 @@ class Chain:
         self.elements = resolve(elements, self.inputs)
         self.outputs = tuple(outputs) or self.elements[-1].outputs
         self.name, self.copy_outputs = name, copy_outputs
-        self._autocast: Autocast = autocast or nullcontext
+        self.autocast: Autocast = autocast or nullcontext
         self._pool, self._max_bytes = pool, max_bytes
         self._stages = _stages(self.elements, self.outputs)
         self._static: StaticInputs | None = None
@@ -168,6 +169,11 @@ class Chain:
     def modules(self) -> list[nn.Module]:
         """The modules behind all elements."""
         return [m for e in self.elements for m in e.modules()]
+
+    @property
+    def static_inputs(self) -> list[Tensor]:
+        """Where the graphs read the inputs: what is written there before a call need not be copied by it."""
+        return self._require_open().tensors
 
     @property
     def parameters(self) -> list[Tensor]:
@@ -188,6 +194,7 @@ class Chain:
             BudgetError: the graphs would need more memory than allowed.
         """
         self._release()
+        register(self)
         if len(args) != len(self.inputs):
             raise GraphError(f"{self.name} takes {list(self.inputs)}, got {len(args)} tensors")
         pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
@@ -208,7 +215,7 @@ class Chain:
         self._sink.prepare(self._warm_up(pool, values, runs))
         pool.check_budget(self.name, peak())
         touched = self._sink.buffers if pool.backend.executes_captures else []
-        with restored(pool.backend, touched), pool.counting():
+        with restored(pool.backend, touched), pool.counting(self):
             self._capture_stages(dict(zip(self.inputs, static.tensors, strict=True)))
         self._anchor = torch.zeros((), device=pool.backend.device, requires_grad=True)
 
@@ -219,7 +226,7 @@ class Chain:
                 values |= _run_eager(stage.elements[0], values)
                 continue
             pieces = [e for e in stage.elements if isinstance(e, Piece)]
-            segment = stage.segment = Segment(pieces, stage.outputs, pool, self._autocast)
+            segment = stage.segment = Segment(pieces, stage.outputs, pool, self.autocast)
             used = segment.warm_up({n: values[n] for n in stage.inputs}, runs)
             parameters |= {id(p): p for p in used}
             values |= {n: segment.values[n] for n in stage.outputs}
@@ -276,8 +283,10 @@ class Chain:
     def _replay_forward(self, stage: _Stage, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self._pool is not None
         self._pool.claim(self._token)
-        self._copies += copy_into(stage.fixed, tensors)
         segment = stage.captured()
+        if self._pool.poison:
+            self._pool.spoil(segment.grads.values(), self._lasting(stage))
+        self._copies += copy_into(stage.fixed, tensors)
         segment.replay_forward()
         self._replays += len(segment.captured)
         return [segment.values[n] for n in stage.outputs]
@@ -295,7 +304,14 @@ class Chain:
                 _load(segment.seeds[name], grad)
         segment.replay_backward()
         self._replays += sum(c.backward is not None for c in segment.captured)
+        if self._pool.poison:
+            self._pool.spoil(segment.made(), self._lasting(stage))
         return [self._edge_gradient(segment, n) for n in stage.inputs]
+
+    def _lasting(self, stage: _Stage) -> list[Tensor]:
+        """What may share memory with a stage's values and is good beyond its backward."""
+        owned = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
+        return [*owned, *self.parameters, *self._sink.buffers, *stage.fixed, *self._require_open().tensors]
 
     def _edge_gradient(self, segment: Segment, name: str) -> Tensor | None:
         grad = segment.grads.get(name)
@@ -336,6 +352,7 @@ class Chain:
         if self._pool is not None:
             self._pool.backend.synchronize()
         self._release()
+        forget(self)
 
     def _release(self) -> None:
         for stage in self._stages:
@@ -343,6 +360,8 @@ class Chain:
                 stage.segment.close()
             stage.segment, stage.fixed = None, []
         self._static, self._sink = None, InPlace()
+        if self._pool is not None:
+            self._pool.release(self)
 
     def __enter__(self) -> Chain:
         return self

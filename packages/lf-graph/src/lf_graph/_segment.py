@@ -265,6 +265,10 @@ class Segment:
         """All graphs."""
         return [g for c in self.captured for g in (c.frozen, c.forward, c.backward) if g is not None]
 
+    def made(self) -> list[Tensor]:
+        """The values that the pieces' forwards wrote."""
+        return [self.values[n] for p in self.pieces for n in p.outputs]
+
     def close(self) -> None:
         """Free the graphs and the tensors between them."""
         for graph in self.graphs():

@@ -22,6 +22,7 @@ class GraphStats:
         copies: input tensors copied to their static places.
         bytes: graph memory taken.
         predicted_bytes: what the warm-up of the last capture said it would need.
+        reason: why calls run without a graph; "" when they do not.
     """
 
     name: str
@@ -34,6 +35,7 @@ class GraphStats:
     copies: int = 0
     bytes: int = 0
     predicted_bytes: int = 0
+    reason: str = ""
 
     def to_json(self) -> str:
         """One JSON object with a format version."""

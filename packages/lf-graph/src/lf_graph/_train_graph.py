@@ -17,7 +17,7 @@ from lf_graph._gradients import GradientSink
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Frozen, Piece, Segment
-from lf_graph._static import Signature, StaticInputs, TensorSpec, copy_into
+from lf_graph._static import Signature, StaticInputs, TensorSpec
 
 Loss = Callable[..., Any]
 
@@ -90,7 +90,7 @@ def as_sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
 
 class MicroGraph:
-    """Graphs of one micro-batch. Replay order: :meth:`load`, :meth:`replay_frozen`, :meth:`replay`."""
+    """Graphs of one micro-batch. Replay order: load ``static.tensors``, :meth:`replay_frozen`, :meth:`replay`."""
 
     def __init__(self, recipe: Recipe, static: StaticInputs, totals: Tensor, pool: GraphPool) -> None:
         self.recipe, self.static, self.pool = recipe, static, pool
@@ -124,7 +124,7 @@ class MicroGraph:
             used = self.segment.warm_up(values)
             self.pool.check_budget("this step", peak())
             sink = prepare(used)
-            with self.pool.counting():
+            with self.pool.counting(self):
                 self.segment.capture_forward(
                     values, Frozen(frozen_pool, cut, recipe.leave) if recipe.cut else None
                 )
@@ -158,10 +158,6 @@ class MicroGraph:
         self._kept.append(stack.enter_context(context))
         return stack
 
-    def load(self, tensors: Sequence[Tensor]) -> int:
-        """Copy a batch to where the graphs read it; returns the number of tensors copied."""
-        return copy_into(self.static.tensors, tensors)
-
     def replay_frozen(self) -> None:
         """What reads no trainable parameter."""
         self.segment.replay_frozen()
@@ -174,4 +170,5 @@ class MicroGraph:
     def close(self) -> None:
         """Free the graphs."""
         self.segment.close()
+        self.pool.release(self)
         self._kept.clear()

@@ -15,10 +15,11 @@ from lf_graph._backend import Backend, Graph, Stream, backend_for
 from lf_graph._compile import CompileMode, require_no_own_graphs
 from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._pool import GraphPool
+from lf_graph._registry import forget, register
 from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
 from lf_graph._sinks import Direct, Into, require_all_used
-from lf_graph._static import Signature, StaticInputs, signature_of, tensors_of
+from lf_graph._static import Signature, StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import make_update
@@ -39,6 +40,7 @@ class StepResult:
 
 
 Reduce = Callable[[list[Tensor], Tensor], None]
+Load = Callable[[list[Tensor]], int]
 
 
 @dataclass(frozen=True)
@@ -108,7 +110,7 @@ class TrainStep:
         require_no_own_graphs([model])
         self.model, self.optimizer, self.name = model, optimizer, name
         self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
-        self._loss = loss or model
+        self.loss: Callable[..., Any] = loss or model
         self._reduce, self._launch, self._leave = reduce, launch, leave
         self._clip, self._gate, self._fused = clip, gate, fused
         self._dtype, self._shadows = autocast, shadows
@@ -116,11 +118,12 @@ class TrainStep:
         self._max_bytes = max_bytes
         self._state: _State | None = None
         self._pending = 0
-        self._counts = {"captures": 0, "replays": 0, "copies": 0}
+        self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self.join()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.join()),
         ]
+        register(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
 
@@ -136,6 +139,15 @@ class TrainStep:
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
         """Forward and backward of one micro-batch; its gradients add to those since the last update."""
+        tensors = tensors_of(args, kwargs)
+        self._micro(args, kwargs, lambda places: copy_into(places, tensors))
+
+    def capture(self, *args: Any, **kwargs: Any) -> None:
+        """Capture for batches like this one, which is not trained on."""
+        self._graph_for(self._require_state(args, kwargs), args, kwargs)
+
+    def _micro(self, args: tuple[Any, ...], kwargs: dict[str, Any], load: Load) -> None:
+        """A micro-batch of the signature of ``args``; ``load`` writes it to its static places."""
         if self._pending >= self.accumulate:
             raise GraphError(
                 f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}"
@@ -149,7 +161,8 @@ class TrainStep:
         if not self.overlap:
             streams.side.wait(streams.update)
         with streams.side.use():
-            self._counts["copies"] += graph.load(tensors_of(args, kwargs))
+            self._counts["copies"] += load(graph.static.tensors)
+            caller.wait(streams.side)  # who frees the batch now must not have its memory overwritten before
             graph.replay_frozen()
         streams.main.wait(streams.side)
         streams.main.wait(streams.update)
@@ -184,6 +197,11 @@ class TrainStep:
         """Let later work on the current stream see the parameters after the last update."""
         if self._state is not None:
             self._state.backend.current_stream().wait(self._state.streams.update)
+
+    @property
+    def pool(self) -> GraphPool | None:
+        """Where the micro-batch graphs lie; None before the first batch."""
+        return None if self._state is None else self._state.pool
 
     @property
     def norm(self) -> Tensor:
@@ -229,7 +247,7 @@ class TrainStep:
         compile = "off" if backend.executes_captures else self._compile
         recipe = Recipe(
             (self.model,),
-            self._loss,
+            self.loss,
             autocast,
             compile,
             self._options,
@@ -252,7 +270,7 @@ class TrainStep:
 
         def forward(*a: Any, **k: Any) -> Any:
             with autocast():
-                return self._loss(*a, **k)
+                return self.loss(*a, **k)
 
         uses = parameter_uses(_Owned(forward, self.model), *args, **kwargs)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
@@ -267,15 +285,16 @@ class TrainStep:
             return found
         if state.graphs and self.max_graphs == 1:
             raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
-        if self._pending:
-            raise GraphError("a new signature cannot be captured between micro-batches of one update")
         while len(state.graphs) >= self.max_graphs:
             state.backend.synchronize()
             state.graphs.pop(0).close()
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
+        # a capture that executes must not add to what earlier micro-batches of this update left
+        touched = state.buffers if state.backend.executes_captures else []
         try:
-            graph.capture(lambda used: self._sink(state, used), state.frozen_pool)
+            with restored(state.backend, touched):
+                graph.capture(lambda used: self._sink(state, used), state.frozen_pool)
         except BaseException:
             graph.close()
             raise
@@ -338,6 +357,7 @@ class TrainStep:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        forget(self)
 
     def __enter__(self) -> TrainStep:
         return self
