@@ -11,6 +11,7 @@ from lf_graph._errors import (
     ClosedError,
     GraphCaptureError,
     GraphError,
+    ShardedParameterError,
     SignatureError,
     StaleReplayError,
 )
@@ -18,6 +19,7 @@ from lf_graph._mask import BlockSparse, Causal, DynamicMaskBuffer, Full
 from lf_graph._moe import MoE, MoEOutput
 from lf_graph._moe_host import HostRoutedMoE, HostRouting
 from lf_graph._pool import GraphPool
+from lf_graph._reduce import AllReduce
 from lf_graph._registry import close, stats
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
@@ -27,6 +29,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AddressError",
+    "AllReduce",
     "BlockSparse",
     "BucketStats",
     "Buckets",
@@ -49,6 +52,7 @@ __all__ = [
     "MoE",
     "MoEOutput",
     "Piece",
+    "ShardedParameterError",
     "SignatureError",
     "StaleReplayError",
     "StepResult",

@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lf_graph._backend import backend_for
 from lf_graph._chain import Chain
 from lf_graph._errors import BudgetError, GraphCaptureError, GraphError, SignatureError
+from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
 from lf_graph._sandbox import buffers_of, restored
@@ -121,6 +122,7 @@ def capture(
         raise GraphError("capture needs at least one tensor argument, which says on which device to capture")
     signature = signature_of(args, kwargs)
     owners = (fn,) if isinstance(fn, nn.Module) else tuple(modules)
+    require_local(owners)
     flat = _Flat(fn, signature)
     backend = backend_for(tensors[0].device)
     with restored(backend, buffers_of(owners)), torch.no_grad():

@@ -15,6 +15,7 @@ from torch.autograd.function import once_differentiable
 from lf_graph._backend import backend_for
 from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._gradients import InPlace
+from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
 from lf_graph._sandbox import buffers_of, restored
@@ -156,6 +157,7 @@ class Chain:
         self.name, self.copy_outputs = name, copy_outputs
         self.autocast: Autocast = autocast or nullcontext
         self._pool, self._max_bytes = pool, max_bytes
+        require_local(m for e in self.elements if isinstance(e, Piece) for m in e.modules())
         self._stages = _stages(self.elements, self.outputs)
         self._static: StaticInputs | None = None
         self._sink = InPlace()

@@ -43,5 +43,22 @@ class BudgetError(GraphError):
     """A capture would exceed the byte budget or the number of graphs allowed."""
 
 
+class ShardedParameterError(GraphError):
+    """A parameter or buffer of a module to capture is spread over ranks: its address is not that of its values.
+
+    Attributes:
+        parameter: its dotted name.
+        kind: how it is spread.
+    """
+
+    def __init__(self, parameter: str, kind: str) -> None:
+        self.parameter, self.kind = parameter, kind
+        super().__init__(
+            f"{parameter} is {kind}, and a graph can only read plain tensors at fixed addresses: use "
+            "DistributedDataParallel, or a Chain of Pieces over plain tensors with the all-gather and the "
+            "reduce-scatter as Eager elements between them"
+        )
+
+
 class ClosedError(GraphError):
     """Use after ``close()``."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
 from lf_graph._cut import first_trainable
-from lf_graph._errors import GraphError
+from lf_graph._errors import GraphError, SignatureError
 from lf_graph._gradients import GradientSink
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import buffers_of, restored, swapped
@@ -96,6 +96,7 @@ class MicroGraph:
         self.recipe, self.static, self.pool = recipe, static, pool
         self._totals = totals
         self._kept: list[Any] = []
+        self._training = [root.training for root in recipe.roots]
         self._function = LossFunction(recipe.loss, static.signature, totals)
         self.segment = self._segment(self._function)
 
@@ -157,6 +158,16 @@ class MicroGraph:
         stack = ExitStack()
         self._kept.append(stack.enter_context(context))
         return stack
+
+    def require_mode(self, name: str) -> None:
+        """Refuse to replay another mode than was captured: a graph holds its dropout, or its absence.
+
+        Raises:
+            SignatureError: ``train()`` or ``eval()`` was called since.
+        """
+        now = [root.training for root in self.recipe.roots]
+        if now != self._training:
+            raise SignatureError(name, [f"model.training: {self._training} -> {now}"])
 
     def replay_frozen(self) -> None:
         """What reads no trainable parameter."""

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from lf_graph._adamw import Launch
 from lf_graph._backend import Backend, Graph, Stream, backend_for
 from lf_graph._compile import CompileMode, require_no_own_graphs
-from lf_graph._errors import ClosedError, GraphError, SignatureError
+from lf_graph._errors import AddressError, ClosedError, GraphError, SignatureError
+from lf_graph._parallel import Reduce, unwrap
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
 from lf_graph._sandbox import restored
@@ -39,7 +40,6 @@ class StepResult:
     count: Tensor
 
 
-Reduce = Callable[[list[Tensor], Tensor], None]
 Load = Callable[[list[Tensor]], int]
 
 
@@ -61,7 +61,8 @@ class TrainStep:
     casts. Masters and optimizer state stay fp32, ``model.state_dict()`` and ``optimizer.state_dict()`` as usual.
 
     Args:
-        model: the module whose parameters the optimizer trains.
+        model: the module whose parameters the optimizer trains; of a ``DistributedDataParallel`` the module inside,
+            with its process group and bucket size: the step then sums gradients over ranks by itself.
         optimizer: ``torch.optim.AdamW`` or ``Adam``; others run as they are, without shadows and gate.
         loss: called with the batch, returns a mean loss or (loss sum, count); default: the model itself.
         accumulate: most micro-batches per update. 1 lets the optimizer read gradients where the backward made them.
@@ -77,7 +78,8 @@ class TrainStep:
         max_graphs: most signatures held; the least recently used is closed.
         max_bytes: budget of graph memory.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
-            stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`.
+            stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`. When it raises,
+            the sums are incomplete, and the step can only be closed.
         leave: with ``overlap``, multiprocessors that the frozen prefix leaves to the optimizer.
         launch: sizes of the optimizer's kernels.
         name: for errors and statistics.
@@ -107,6 +109,8 @@ class TrainStep:
     ) -> None:
         if accumulate < 1 or max_graphs < 1:
             raise GraphError("accumulate and max_graphs are at least 1")
+        self._parallel = unwrap(model, reduce)
+        model, reduce = self._parallel.module, self._parallel.reduce
         require_no_own_graphs([model])
         self.model, self.optimizer, self.name = model, optimizer, name
         self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
@@ -118,10 +122,12 @@ class TrainStep:
         self._max_bytes = max_bytes
         self._state: _State | None = None
         self._pending = 0
+        self._broken, self._closed = "", False
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
         self._hooks = [
             model.register_state_dict_pre_hook(lambda *_: self.join()),
             optimizer.register_state_dict_pre_hook(lambda *_: self.join()),
+            model.register_load_state_dict_post_hook(lambda *_: self._require_members()),
         ]
         register(self)
 
@@ -144,16 +150,17 @@ class TrainStep:
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
         """Capture for batches like this one, which is not trained on."""
-        self._graph_for(self._require_state(args, kwargs), args, kwargs)
+        self._require_whole()
+        self._require_graph(args, kwargs)
 
     def _micro(self, args: tuple[Any, ...], kwargs: dict[str, Any], load: Load) -> None:
         """A micro-batch of the signature of ``args``; ``load`` writes it to its static places."""
+        self._require_whole()
         if self._pending >= self.accumulate:
             raise GraphError(
                 f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}"
             )
-        state = self._require_state(args, kwargs)
-        graph = self._graph_for(state, args, kwargs)
+        state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
         caller, streams = state.backend.current_stream(), state.streams
         streams.side.wait(caller)
@@ -161,6 +168,8 @@ class TrainStep:
         if not self.overlap:
             streams.side.wait(streams.update)
         with streams.side.use():
+            if not self._pending:
+                self._parallel.before_update_begins()
             self._counts["copies"] += load(graph.static.tensors)
             caller.wait(streams.side)  # who frees the batch now must not have its memory overwritten before
             graph.replay_frozen()
@@ -173,6 +182,7 @@ class TrainStep:
 
     def update(self) -> StepResult:
         """Reduce, clip and step on the gradients since the last update."""
+        self._require_whole()
         state = self._state
         if state is None or state.finish is None or state.optimize is None or not self._pending:
             raise GraphError("update() needs a micro-batch first")
@@ -180,8 +190,7 @@ class TrainStep:
         report = torch.empty_like(state.report)
         streams.main.wait(caller)
         with streams.main.use():
-            if self._reduce is not None:
-                self._reduce(state.buffers, state.totals)
+            self._reduce_gradients(state)
             state.finish.replay()
             report.copy_(state.report)
         streams.update.wait(streams.main)
@@ -189,9 +198,45 @@ class TrainStep:
             state.update.before_replay()
             state.optimize.replay()
         caller.wait(streams.main if self.overlap else streams.update)
+        self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
         self._counts["replays"] += 2
         return StepResult(report[0], report[1])
+
+    def _reduce_gradients(self, state: _State) -> None:
+        if self._reduce is None:
+            return
+        try:
+            self._reduce(state.buffers, state.totals)
+        except BaseException as e:
+            self._broken = f"{type(e).__name__}: {e}"
+            raise
+
+    def _require_members(self) -> None:
+        """``load_state_dict(assign=True)`` gives the model parameters that neither optimizer nor graphs know."""
+        if self._state is None:
+            return
+        mine = {id(p) for p in self.model.parameters()}
+        lost = [
+            n
+            for n, p in zip(self._state.update.names, self._state.update.parameters, strict=True)
+            if id(p) not in mine
+        ]
+        if lost:
+            raise AddressError(
+                f"{self.name}: {lost[0]} of the model is another parameter than the optimizer's: load with "
+                "assign=False, which copies"
+            )
+
+    def _require_whole(self) -> None:
+        if self._closed:
+            raise ClosedError(f"{self.name} was closed: make a new TrainStep")
+        if self._broken:
+            raise GraphError(
+                f"{self.name}: the gradients of the last update were not summed on every rank ({self._broken}); "
+                "close this step, form the process group anew and continue from a checkpoint"
+            )
+        self._parallel.require_even()
 
     def join(self) -> None:
         """Let later work on the current stream see the parameters after the last update."""
@@ -222,10 +267,16 @@ class TrainStep:
             raise ClosedError(f"{self.name}: nothing is captured yet, or it was closed")
         return self._state
 
-    def _require_state(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
+    def _require_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_State, MicroGraph]:
         if self._state is None:
             self._state = self._build(args, kwargs)
-        return self._state
+        try:
+            return self._state, self._graph_for(self._state, args, kwargs)
+        except BaseException:
+            if not self._state.graphs:  # nothing was ever captured: leave nothing behind
+                self._state.close()
+                self._state = None
+            raise
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
         tensors = tensors_of(args, kwargs)
@@ -269,7 +320,7 @@ class TrainStep:
             return []
 
         def forward(*a: Any, **k: Any) -> Any:
-            with autocast():
+            with autocast(), self._parallel.bypassed():
                 return self.loss(*a, **k)
 
         uses = parameter_uses(_Owned(forward, self.model), *args, **kwargs)
@@ -282,6 +333,7 @@ class TrainStep:
         signature = signature_of(args, kwargs)
         found = state.find(signature)
         if found is not None:
+            found.require_mode(self.name)
             return found
         if state.graphs and self.max_graphs == 1:
             raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
@@ -293,15 +345,15 @@ class TrainStep:
         # a capture that executes must not add to what earlier micro-batches of this update left
         touched = state.buffers if state.backend.executes_captures else []
         try:
-            with restored(state.backend, touched):
+            with self._parallel.bypassed(), restored(state.backend, touched):
                 graph.capture(lambda used: self._sink(state, used), state.frozen_pool)
+            if state.optimize is None:
+                state.capture_update()
         except BaseException:
             graph.close()
             raise
         state.graphs.append(graph)
         self._counts["captures"] += 1
-        if state.optimize is None:
-            state.capture_update(graph)
         return graph
 
     def _sink(self, state: _State, used: Sequence[Tensor]) -> Direct | Into:
@@ -354,6 +406,7 @@ class TrainStep:
             self._state.backend.synchronize()
             self._state.close()
             self._state = None
+        self._closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
@@ -418,7 +471,7 @@ class _State:
             views |= dict(zip(mine, cut, strict=True))
         self.views = [views[i] for i in range(len(dtypes))]
 
-    def capture_update(self, graph: MicroGraph) -> None:
+    def capture_update(self) -> None:
         """Capture the end of the step, once: gradients have their addresses now."""
         assert self.sink is not None
         self.update.set_gradients(self.sink.gradients)
@@ -455,7 +508,7 @@ class _State:
 
     def _finish_step(self) -> None:
         """Mean loss and the factor that turns summed gradients into those of the mean; totals start anew."""
-        count = self.totals[1].clamp(min=1)
+        count = torch.where(self.totals[1] > 0, self.totals[1], 1.0)  # nothing counted: zero gradients
         self.scale.copy_(1 / count)
         self.report.copy_(torch.stack((self.totals[0] / count, self.totals[1])))
         self.totals.zero_()
@@ -484,8 +537,7 @@ class _State:
             if end is not None:
                 end.close()
         self.graphs, self.finish, self.optimize = [], None, None
-        if hasattr(self.update, "flat"):
-            self.update.flat.close()
+        self.update.close()
 
 
 def _copies(state: _State) -> str:

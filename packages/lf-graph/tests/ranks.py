@@ -1,0 +1,93 @@
+"""Two real Gloo ranks that stay alive over many tests: starting torch twice costs more than most tests."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+PATIENCE = 60.0  # seconds until a call that does not answer counts as hung
+
+
+class RankError(Exception):
+    """A rank raised; the message is its traceback."""
+
+
+def serve(rank: int, world: int, store: str, connection: Connection) -> None:
+    """A rank: run the functions that come through ``connection`` until None comes."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{store}",
+        rank=rank,
+        world_size=world,
+        timeout=datetime.timedelta(seconds=30),
+    )
+    while (job := connection.recv()) is not None:
+        fn, arguments = job
+        try:
+            connection.send((fn(rank, **arguments), ""))
+        except BaseException:
+            connection.send((None, traceback.format_exc()))
+    dist.destroy_process_group()
+
+
+class Ranks:
+    """``world`` processes in one Gloo group; :meth:`call` runs a function on all of them."""
+
+    def __init__(self, world: int = 2) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        store = os.path.join(self._folder.name, "store")
+        context = mp.get_context("forkserver")  # one import of torch for all ranks of all tests
+        context.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "lf_graph"])
+        self._ours: list[Connection] = []
+        self._processes = []
+        for rank in range(world):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=serve, args=(rank, world, store, theirs), daemon=True)
+            process.start()
+            theirs.close()
+            self._ours.append(ours)
+            self._processes.append(process)
+
+    def call(self, fn: Callable[..., Any], **arguments: Any) -> list[Any]:
+        """``fn(rank, **arguments)`` on every rank; the results by rank, None for a rank that died meanwhile.
+
+        Raises:
+            RankError: a rank raised, or did not answer in time.
+        """
+        for connection in self._ours:
+            connection.send((fn, arguments))
+        answers = [self._answer(rank) for rank in range(len(self._ours))]
+        problems = [f"rank {rank}:\n{problem}" for rank, (_, problem) in enumerate(answers) if problem]
+        if problems:
+            raise RankError("\n".join(problems))
+        return [result for result, _ in answers]
+
+    def _answer(self, rank: int) -> tuple[Any, str]:
+        if not self._ours[rank].poll(PATIENCE):
+            return None, f"no answer in {PATIENCE:.0f} s"
+        try:
+            answer: tuple[Any, str] = self._ours[rank].recv()
+        except EOFError:
+            return None, ""
+        return answer
+
+    def close(self) -> None:
+        """End the processes."""
+        for connection, process in zip(self._ours, self._processes, strict=True):
+            if process.is_alive():
+                connection.send(None)
+        for process in self._processes:
+            process.join(10)
+            if process.is_alive():
+                process.kill()
+        self._folder.cleanup()
