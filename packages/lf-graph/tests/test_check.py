@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from lf_graph import GraphCaptureError
+from lf_graph import GraphCaptureError, GraphError
 from lf_graph._check import check
 
 SOURCE = Path(__file__)
@@ -97,6 +97,10 @@ def contains(x):
     return x + 1 if 3.0 in x else x  # at: contains
 
 
+def inverse(x):
+    return torch.linalg.inv(x[:, :2])  # at: inverse
+
+
 def one_hot(x):
     return F.one_hot(x.long().clamp(min=0)).sum()  # at: one_hot
 
@@ -116,6 +120,7 @@ def one_hot(x):
         (allclose, "allclose", "aten.allclose", "torch.isclose"),
         (formatted, "format", "aten._local_scalar_dense", "print it after the replay"),
         (contains, "contains", "aten._local_scalar_dense", ".any()"),
+        (inverse, "inverse", "aten._linalg_check_errors", "inv_ex"),
         (one_hot, "one_hot", "aten._local_scalar_dense", "num_classes"),
     ],
 )
@@ -163,6 +168,10 @@ def bincount(x):
     return x, torch.bincount(x.abs().long().flatten())  # at: bincount
 
 
+def sparse(x):
+    return x, x.to_sparse()  # at: sparse
+
+
 def repeat(x):
     return torch.repeat_interleave(x, x[:, 0].abs().long(), dim=0)  # at: repeat
 
@@ -179,6 +188,7 @@ def repeat(x):
         (unique, "unique", "aten._unique2", "sort"),
         (unique_consecutive, "unique_consecutive", "aten.unique_consecutive", "sort"),
         (bincount, "bincount", "aten.bincount", "scatter_add_"),
+        (sparse, "sparse", "aten._to_sparse", "capacity"),
         (repeat, "repeat", "aten.repeat_interleave", "output_size"),
     ],
 )
@@ -537,6 +547,7 @@ def noisy(*args):  # at: hook
         lambda m: m[0].weight.register_hook(noisy),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Full backward hook is firing")
 def test_every_hook_is_an_error_that_names_the_hooks_definition_and_its_module(register):
     model = nn.Sequential(nn.Linear(3, 3), nn.ReLU())
     register(model)
@@ -689,6 +700,11 @@ def penalty(x):
     return g.pow(2).sum()
 
 
+def test_functional_gradients_of_torch_func_are_no_double_backward():
+    assert kinds(check(lambda x: torch.func.grad(lambda r: r.sin().sum())(x), X)) == []
+    assert kinds(check(lambda x: torch.func.vmap(lambda r: r.sin().sum())(x), X)) == []
+
+
 def test_double_backward_is_an_error():
     finding = only(check(penalty, X.clone().requires_grad_()), "double_backward")
     assert finding.where == at("create_graph")
@@ -713,11 +729,6 @@ def test_a_read_in_a_users_backward_is_on_its_own_line():
     assert kinds(report) == ["host_read", "host_read"]
     assert report.findings[1].where == at("backward")
     assert kinds(check(lambda x: Reading.apply(x), X.clone().requires_grad_(), backward=False)) == []
-
-
-class Scatter(nn.Module):
-    def forward(self, x):
-        return x[:, [0, 0]] + F.embedding(torch.zeros(2, dtype=torch.long), x, scale_grad_by_freq=True)
 
 
 def test_an_operator_of_the_backward_is_told_at_the_line_of_its_forward():
@@ -866,9 +877,47 @@ def test_every_attention_backend_is_clean(backend):
         assert check(Block().eval(), torch.randn(2, 4, 16)).findings == ()
 
 
-def test_torchs_own_encoder_layer_is_clean():
-    model = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-    assert check(model, torch.randn(2, 4, 16)).findings == ()
+SEQUENCE = torch.randn(2, 4, 16)
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs"),
+    [
+        (nn.TransformerEncoderLayer(16, 2, 32, batch_first=True), (SEQUENCE,)),
+        (nn.TransformerDecoderLayer(16, 2, 32, batch_first=True), (SEQUENCE, SEQUENCE)),
+        (nn.LSTM(16, 8, batch_first=True), (SEQUENCE,)),
+        (nn.Conv1d(4, 3, 3), (SEQUENCE,)),
+        (nn.utils.parametrizations.weight_norm(nn.Linear(16, 3)), (SEQUENCE,)),
+        (
+            nn.Sequential(nn.GroupNorm(2, 4), nn.Dropout1d(), nn.InstanceNorm1d(4, track_running_stats=True)),
+            (SEQUENCE,),
+        ),
+    ],
+)
+def test_torchs_own_layers_are_clean(model, inputs):
+    assert check(model.train(), *inputs).findings == ()
+
+
+def test_a_compiled_module_is_looked_into():
+    model = torch.compile(nn.Sequential(nn.Linear(3, 3), Scaled()), backend="eager")
+    report = check(model, X)
+    assert kinds(report) == ["host_read"]
+    assert report.findings[0].where == at("scaled_by_item")
+
+
+class Scaled(nn.Module):
+    def forward(self, x):
+        return x * x.sum().item()  # at: scaled_by_item
+
+
+def test_a_lazy_module_has_to_be_run_once_before():
+    with pytest.raises(GraphError, match="run the model once"):
+        check(nn.LazyLinear(3), X)
+
+
+def test_inference_mode_is_checked_too():
+    with torch.inference_mode():
+        assert kinds(check(nn.Linear(3, 3), X.clone())) == []
 
 
 @pytest.mark.parametrize("cache", [True, False])
@@ -972,6 +1021,14 @@ def test_errors_of_a_report_are_raised_as_capture_errors():
     assert raised.value.op == "aten._local_scalar_dense"
     assert raised.value.where == at("item")
     check(GPT(), TOKENS).raise_errors()
+
+
+def test_a_line_that_several_layers_run_is_one_row_and_a_finding_for_each():
+    model = nn.Sequential(Scaled(), nn.Linear(3, 3), Scaled(), Scaled())
+    report = check(model, X)
+    assert [f.module for f in report.findings] == ["0", "2", "3"]
+    assert str(report).startswith("1 error, 0 warnings")
+    assert "0 and 2 more" in str(report)
 
 
 def test_a_finding_names_the_submodule_it_is_in():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import random
+import warnings
 
 import numpy as np
 import pytest
@@ -17,8 +18,10 @@ from lf_graph._findings import Finding, Parameters, Report
 from lf_graph._frames import call_users, definition, is_users, locate
 from lf_graph._names import names_behind
 from lf_graph._preserve import RandomState, preserved
+from lf_graph._rules import HOST_CONSTANT, read
 from lf_graph._stream import Step, first_difference, step
 from lf_graph._structure import named_inputs, target_of, wrong_devices
+from lf_graph._watch import DEVICE_WAIT, Watch, _covers, _sync_warnings
 
 # comparing runs
 
@@ -232,6 +235,55 @@ def test_the_target_is_the_first_device_that_is_not_the_host():
 def test_inputs_are_named_by_their_place():
     inputs = named_inputs((1, [2, {"x": 3}]), {"mask": 4})
     assert inputs == {"args[0]": 1, "args[1][0]": 2, "args[1][1]['x']": 3, "kwargs['mask']": 4}
+
+
+# waits that CUDA reports
+
+
+class Waits:
+    count = 0
+
+    def waited(self):
+        self.count += 1
+
+
+def test_warnings_of_cudas_debug_mode_are_told_and_others_pass(monkeypatch, recwarn):
+    modes = ["default"]
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: modes[-1])
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    told = Waits()
+    with _sync_warnings(told):
+        assert modes[-1] == "warn"
+        for _ in range(2):
+            warnings.warn(
+                "called a synchronizing CUDA operation (Triggered internally at x.cpp)", stacklevel=1
+            )
+        warnings.warn("something else", stacklevel=1)
+    assert told.count == 2
+    assert modes[-1] == "default"
+    assert [str(w.message) for w in recwarn] == ["something else"]
+
+
+def test_a_reported_wait_is_dropped_where_its_cause_is_known():
+    cause = read("__bool__").at("aten._local_scalar_dense", "a.py:1", "block")
+    wait = DEVICE_WAIT.at("aten._local_scalar_dense", "a.py:1", "block")
+    assert _covers(cause, wait)
+    assert not _covers(wait, cause)
+    assert not _covers(cause, DEVICE_WAIT.at("aten.index", "a.py:2", "block"))
+    assert not _covers(cause, DEVICE_WAIT.at("aten.index", "a.py:1", "other"))
+
+
+def test_findings_of_one_place_are_kept_once_and_the_better_one_stays():
+    names = names_behind(nn.Linear(1, 1))
+    with preserved(names) as state:
+        watch = Watch(names, state, "cuda")
+        wait, cause = DEVICE_WAIT.at("op", "a.py:1"), HOST_CONSTANT.at("torch.tensor", "a.py:1")
+        for f in (wait, wait, cause, wait, cause, HOST_CONSTANT.at("torch.tensor", "a.py:2")):
+            watch.add(f)
+    assert [(f.kind, f.where) for f in watch.findings] == [
+        ("host_to_device", "a.py:1"),
+        ("host_to_device", "a.py:2"),
+    ]
 
 
 # the report

@@ -397,7 +397,7 @@ class Foreign(nn.Module):
     ("cls", "mark", "why"),
     [
         (UsesHidden, "hidden", "autograd.Function"),
-        (Checkpoints, "checkpoint", "saved tensors"),
+        (Checkpoints, "checkpoint", "activation checkpointing"),
         (UsesGlobal, "global", "records nothing"),
         (SetsData, "data", "attribute of a tensor"),
         (TakesObject, "object", "type Options"),

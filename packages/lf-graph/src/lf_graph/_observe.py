@@ -19,6 +19,7 @@ import torch
 import torch.utils.checkpoint
 from torch import Tensor, nn
 
+from lf_graph._frames import is_users
 from lf_graph._rules import HOST_CONSTANT, Verdict
 
 
@@ -92,7 +93,17 @@ def _checkpoint(frame: FrameType) -> Verdict | None:
 
 
 def _create_graph(frame: FrameType) -> Verdict | None:
-    return CREATE_GRAPH if frame.f_locals["create_graph"] else None
+    return CREATE_GRAPH if frame.f_locals["create_graph"] and not _by_functorch(frame) else None
+
+
+def _by_functorch(frame: FrameType) -> bool:
+    """Whether torch.func calls, which always asks for create_graph so that its transforms can be nested."""
+    caller = frame.f_back
+    while caller is not None and not is_users(caller.f_code.co_filename):
+        if "_functorch" in caller.f_code.co_filename:
+            return True
+        caller = caller.f_back
+    return False
 
 
 def _enters_stream(frame: FrameType) -> Verdict | None:

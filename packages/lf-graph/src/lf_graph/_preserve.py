@@ -16,9 +16,11 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils._python_dispatch import _disable_current_modes
 
+from lf_graph._errors import GraphError
 from lf_graph._names import Names
 
 _CONTAINERS = (dict, list, set, deque)
@@ -180,9 +182,14 @@ def moved(a: Tensor, b: Tensor) -> bool:
 
 
 class Preserved:
-    """State of modules, tensors and generators at one moment."""
+    """State of modules, tensors and generators at one moment.
+
+    Raises:
+        GraphError: a lazy module was never run, so that there is nothing to put back.
+    """
 
     def __init__(self, names: Names, tensors: Iterable[Tensor] = (), objects: Sequence[Any] = ()) -> None:
+        _require_initialized(names)
         self.random = RandomState.take()
         self.modules = [ModuleState.of(m) for _, m in names.each_module()]
         self.slots = [
@@ -241,6 +248,14 @@ class Preserved:
         for generator, state in self._generators.values():
             generator.setstate(state)
         self.random.restore()
+
+
+def _require_initialized(names: Names) -> None:
+    lazy = [name for name, p in names.parameters if is_lazy(p)]
+    if lazy:
+        raise GraphError(
+            f"{lazy[0]} has no memory yet (a lazy module): run the model once, as training would, before this"
+        )
 
 
 def _bytes_of(t: Tensor) -> Tensor:

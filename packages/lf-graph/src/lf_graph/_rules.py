@@ -46,6 +46,7 @@ _FIX_READ = {
     "equal": "use (a == b).all() as a tensor",
     "allclose": "use torch.isclose(a, b).all() as a tensor",
     "one_hot": "pass num_classes to one_hot",
+    "_linalg_check_errors": "use the variant that does not read its info back: inv_ex, solve_ex, cholesky_ex",
 }
 _READ_DEFAULT = "keep the value in a tensor on the device, or read it after the replay"
 
@@ -64,6 +65,8 @@ _FIX_SHAPE = {
 _SHAPE_DEFAULT = (
     "give the result a fixed capacity and mask what is unused, or run this part outside of the graph"
 )
+_UNTAGGED_READS = frozenset({"_linalg_check_errors"})
+_UNTAGGED_SHAPES = frozenset({"_to_sparse", "_to_sparse_csr", "_to_sparse_csc", "_coalesce"})
 _ALIASES = {"_unique2": "unique", "_unique": "unique", "unique_dim": "unique", "unique_consecutive": "unique"}
 
 HOST_TO_DEVICE = Verdict(
@@ -143,7 +146,7 @@ def _base(func: Any) -> str:
 
 
 def _reads(func: Any, tensors: Sequence[Tensor], call: str, target: str) -> Verdict | None:
-    if torch.Tag.data_dependent_output not in func.tags:
+    if torch.Tag.data_dependent_output not in func.tags and _base(func) not in _UNTAGGED_READS:
         return None
     if tensors and target != "cpu" and all(t.device.type == "cpu" for t in tensors):
         return CPU_VALUE
@@ -164,7 +167,7 @@ def _shapes(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], call: str
     elif name == "nonzero_static":
         dynamic = False
     else:
-        dynamic = torch.Tag.dynamic_output_shape in func.tags
+        dynamic = torch.Tag.dynamic_output_shape in func.tags or name in _UNTAGGED_SHAPES
     if not dynamic:
         return None
     name = _ALIASES.get(name, name)

@@ -151,7 +151,8 @@ class _Recorder:
         def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
             if not recorder._depth:
                 raise recorder._error(
-                    f"{cls.__name__}.apply", "an autograd.Function is called outside of a submodule"
+                    f"{cls.__name__}.apply",
+                    "an autograd.Function, which activation checkpointing uses too, is called outside of a submodule",
                 )
             return kept.__get__(None, cls)(*args, **kwargs)
 

@@ -63,9 +63,9 @@ class Watch:
             yield
 
     def add(self, finding: Finding) -> None:
-        """Keep a finding unless its line has one of its kind in this submodule, or one of a wait."""
-        if not any(_same(finding, f) for f in self.findings):
-            self.findings.append(finding)
+        """Keep a finding unless another one of its place says it already; drop those that it says better."""
+        if not any(_covers(f, finding) for f in self.findings):
+            self.findings = [f for f in self.findings if not _covers(finding, f)] + [finding]
 
     # Sink of host_calls
 
@@ -144,21 +144,24 @@ class Watch:
         return place[0] or forward[0], place[1] or forward[1]
 
 
-def _same(a: Finding, b: Finding) -> bool:
-    one_a_line = ("rng_state", "host_read")
-    waits = (
-        "synchronize",
-        "host_read",
-        "data_dependent_shape",
-        "host_to_device",
-        "device_to_host",
-        "cpu_tensor",
-    )
+_ONE_A_LINE = ("rng_state", "host_read")
+_WAITS = (
+    "synchronize",
+    "host_read",
+    "data_dependent_shape",
+    "host_to_device",
+    "device_to_host",
+    "cpu_tensor",
+)
+
+
+def _covers(a: Finding, b: Finding) -> bool:
+    """Whether ``a`` makes ``b`` superfluous: the same again, or the cause of a wait that CUDA reported."""
     if (a.where, a.module) != (b.where, b.module):
         return False
-    return (a.kind == b.kind and (a.op == b.op or a.kind in one_a_line)) or (
-        a.kind == "synchronize" and b.kind in waits and b.severity == "error"
-    )
+    if b.why == DEVICE_WAIT.why:
+        return a.kind in _WAITS and a.severity == "error"
+    return a.kind == b.kind and (a.op == b.op or a.kind in _ONE_A_LINE)
 
 
 def _python_name(name: str) -> str:
