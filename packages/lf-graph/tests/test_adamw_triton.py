@@ -105,6 +105,7 @@ json.dump({
     "half": accesses(kernels.update, half, BLOCK=1024, VECTOR=4),
     "full": accesses(kernels.update, full, BLOCK=1024, VECTOR=4),
     "norm": accesses(kernels.square_sums, half, BLOCK=4096),
+    "wide": accesses(kernels.update, half, BLOCK=1024, VECTOR=8),
 }, sys.stdout)
 """
 
@@ -136,6 +137,7 @@ def test_full_blocks_move_16_bytes_at_once(ptx_accesses: dict[str, Counter[str]]
     assert widths(ptx_accesses["half"], "st.global") == {"16 bytes": 6, "8 bytes": 2}
     assert widths(ptx_accesses["full"], "ld.global") == {"16 bytes": 8}
     assert widths(ptx_accesses["norm"], "ld.global") == {"16 bytes": 4}
+    assert widths(ptx_accesses["wide"], "ld.global") == {"16 bytes": 7}
 
 
 def test_the_update_exchanges_nothing_through_shared_memory(ptx_accesses: dict[str, Counter[str]]) -> None:

@@ -64,10 +64,12 @@ class GradientTable:
     Attributes:
         addresses: int64 [parameters] on the device, in flat order.
         tensors: the gradients, kept alive as long as the table is.
+        owner: the optimizer whose parameters they belong to.
     """
 
     addresses: Tensor
     tensors: tuple[Tensor, ...] = field(repr=False)
+    owner: FusedAdamW = field(repr=False)
 
 
 class Kernels(Protocol):
@@ -163,8 +165,7 @@ class _HyperTable:
         return number
 
     def coefficients(self, steps: Tensor) -> Tensor:
-        """fp32 [parameters, 8] in the order of COEFFICIENTS, from step counts [parameters]; in float64 up to
-        the end."""
+        """fp32 [parameters, 8] in the order of COEFFICIENTS, computed in float64 from steps [parameters]."""
         lr, beta1, beta2, eps, decay = self._table.index_select(0, self._group).unbind(1)
         decoupled, t = self._decoupled.index_select(0, self._group), steps.double()
         columns = {
@@ -267,7 +268,7 @@ class FusedAdamW:
                 why = f"its gradient was {old} and is {new}"
                 raise OptimizerError(slot.name, why, "keep one dtype per parameter")
         addresses = torch.tensor([g.data_ptr() for g in tensors], device=self._addresses.device)
-        table = GradientTable(addresses, tensors)
+        table = GradientTable(addresses, tensors, self)
         self.use(table)
         return table
 
@@ -285,9 +286,8 @@ class FusedAdamW:
         return tuple(checked)
 
     def use(self, table: GradientTable) -> None:
-        """Lets later steps read this set of gradients: one copy on the device, queued on the current stream,
-        no wait."""
-        if len(table.tensors) != len(self._dtypes):
+        """Lets later steps read this set of gradients: a copy on the device, on the current stream, no wait."""
+        if table.owner is not self:
             raise OptimizerError(
                 "table", "it is of another optimizer", "use a table made by this set_gradients"
             )

@@ -80,8 +80,7 @@ def square_sums(chunks, count, addresses, scale, partials, GRADIENT: tl.constexp
 
 @triton.jit
 def _bfloat16(x):
-    """To bf16, to nearest even. The interpreter's cast cuts the bits off (triton 3.9), so there it is done by
-    hand."""
+    """To bf16, to nearest even; by hand in the interpreter, whose cast cuts the bits off (triton 3.9)."""
     if _INTERPRETED:
         bits = x.to(tl.uint32, bitcast=True)
         bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
@@ -104,7 +103,8 @@ def _advance(
     decay, l2, rate1, beta2, rate2, step_size, inverse, eps, GRADIENT: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
     """One block: loads, updates, stores. The order of operations is that of ``_adamw_torch.advance``."""
-    gradients = tl.multiple_of(gradient + lanes, VECTOR * GRADIENT.primitive_bitwidth // 8)
+    # Not more than 16 bytes: gradients are aligned to that, and newer devices would believe 32.
+    gradients = tl.multiple_of(gradient + lanes, 16 if GRADIENT.primitive_bitwidth == 32 else VECTOR * 2)
     g = tl.load(gradients, mask=mask, eviction_policy="evict_first")
     p = tl.load(tl.multiple_of(master + lanes, 16), mask=mask, eviction_policy="evict_first")
     m = tl.load(tl.multiple_of(exp_avg + lanes, 16), mask=mask, eviction_policy="evict_first")
@@ -125,8 +125,7 @@ def update(
     chunks, count, addresses, coefficients, multiplier, finite, master, exp_avg, exp_avg_sq, shadow,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Advances all chunks, unless ``finite`` is 0; chunks int64 [count, 5], coefficients fp32 [tensors,
-    8]."""
+    """Advances all chunks unless ``finite`` is 0; chunks int64 [count, 5], coefficients fp32 [tensors, 8]."""
     if tl.load(finite) > 0:
         factor = tl.load(multiplier)
         lanes = tl.arange(0, BLOCK)
@@ -150,10 +149,10 @@ def update(
                 )  # fmt: skip
             if whole < length:
                 mask = lanes < length - whole
+                shadowed = mask & shadowed
                 _advance(
-                    gradient + whole, p + whole, m + whole, v + whole, s + whole, lanes, mask, mask &
-                    shadowed, factor, decay, l2, rate1, beta2, rate2, step_size, inverse, eps, GRADIENT,
-                    VECTOR,
+                    gradient + whole, p + whole, m + whole, v + whole, s + whole, lanes, mask, shadowed,
+                    factor, decay, l2, rate1, beta2, rate2, step_size, inverse, eps, GRADIENT, VECTOR,
                 )  # fmt: skip
 
 
@@ -172,8 +171,7 @@ class TritonKernels:
         self._programs = launch.programs or _default_programs(flat.master.device)
 
     def prepare(self, dtypes: tuple[torch.dtype, ...]) -> None:
-        """Cuts the chunks of every gradient dtype, and compiles and loads the kernels by launching them on no
-        chunk."""
+        """Cuts the chunks of every gradient dtype, and compiles and loads the kernels: a launch on no chunk."""
         device = self._flat.master.device
         rows = {
             d: self._rows([i for i, own in enumerate(dtypes) if own == d])
