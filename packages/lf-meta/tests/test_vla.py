@@ -296,7 +296,10 @@ def test_acting_is_euler_integration_of_the_predicted_velocity() -> None:
             return known - start
 
     model.action_decoder = Towards()  # type: ignore[assignment]
+    buckets: list[int] = []
+    model.dit.register_forward_pre_hook(lambda _, args: buckets.extend(args[1].tolist()))
     assert torch.allclose(model.act(batch, **given), known)
+    assert buckets == [b for b in (0, 250, 500, 750) for _ in range(3)]
 
 
 class Refuse(TorchDispatchMode):

@@ -118,6 +118,32 @@ def test_rows_that_fill_up_the_last_batch_are_empty(dataset: lff.Dataset) -> Non
     assert whole[1] == real[1]
 
 
+class Rows(dict[str, Tensor]):
+    """Samples by hand."""
+
+    def __init__(self, ids: list[int], lengths: list[int], **fields: Tensor) -> None:
+        super().__init__(fields)
+        self.ids, self.lengths = torch.tensor(ids), torch.tensor(lengths)
+
+
+def test_nothing_of_an_empty_row_counts_whatever_its_memory_holds() -> None:
+    rows = Rows(
+        [4, -1],
+        [2, 0],
+        ego=torch.zeros(2, 32, 32, 3, dtype=torch.uint8),
+        wrist=torch.zeros(2, 32, 32, 3, dtype=torch.uint8),
+        state=torch.ones(2, 3, 3),
+        action=torch.ones(2, HORIZON, 2),
+        action_mask=torch.ones(2, HORIZON, dtype=torch.bool),
+        tokens=torch.ones(2, 3, dtype=torch.int32),
+    )
+    batch = RobotInputs(CONFIG, META, TEXT)(rows)
+    check_batch(CONFIG, batch)
+    assert batch["lengths"].tolist() == [CONFIG.image_tokens + 2, 0]
+    for mask in ("action_mask", "next_state_mask"):
+        assert batch[mask].flatten(1).any(1).tolist() == [True, False]
+
+
 def test_later_frames_give_next_states_inside_the_episode(dataset: lff.Dataset) -> None:
     inputs = RobotInputs(CONFIG, dataset.meta, TEXT)
     batch = load(dataset, inputs, 8, deltas={"state": [0, 1, 2]})
