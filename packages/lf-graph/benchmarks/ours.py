@@ -23,7 +23,6 @@ class Ours:
     overlap: bool = True
     shadows: bool = True
     options: dict[str, Any] = field(default_factory=dict)
-    leave: int = 0
     launch: Launch | None = None
     expect_s: float = 55.0
 
@@ -43,7 +42,6 @@ def prepare(case: Case, ours: Ours) -> Prepared:
         compile_options=ours.options,
         shadows=ours.shadows,
         overlap=ours.overlap,
-        leave=ours.leave,
         launch=ours.launch,
     )
     batch = case.inputs()

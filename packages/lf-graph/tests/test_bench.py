@@ -128,7 +128,7 @@ def test_a_row_is_closed_even_when_a_step_fails(bench: Any) -> None:
         def step() -> torch.Tensor:
             raise RuntimeError("no")
 
-        return bench.measure.Prepared(step, lambda: None, lambda: closed.append(True))
+        return bench.measure.Prepared(step, lambda: None, close=lambda: closed.append(True))
 
     (workload,) = bench.workloads.workloads(tiny=True)["vla"]
     row = bench.measure.Row(workload, 2, "broken", "ours", setup, needs_gpu=False)

@@ -104,10 +104,6 @@ class Backend(Protocol):
         """Queue warm-up work where captures will queue theirs; later work of the caller waits for it."""
         ...
 
-    def leaving(self, multiprocessors: int) -> AbstractContextManager[None]:
-        """Let matrix products captured inside leave this many multiprocessors to work beside them."""
-        ...
-
     def watch_peak(self) -> Callable[[], int]:
         """Start watching memory; the result tells the highest rise in bytes since (0 where nobody counts)."""
         ...

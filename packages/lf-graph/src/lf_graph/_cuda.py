@@ -14,7 +14,6 @@ import gc
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,17 +30,6 @@ def _driver() -> ctypes.CDLL | None:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
-
-
-def _sm_count_target() -> Callable[[int, int], None]:
-    """``cublasSetSmCountTarget`` of the cuBLAS that torch has loaded; does nothing when it is not found."""
-    maps = Path("/proc/self/maps").read_text()
-    loaded = [line.split()[-1] for line in maps.splitlines() if "/libcublas.so" in line]
-    if not loaded:
-        return lambda handle, count: None
-    function = ctypes.CDLL(loaded[0]).cublasSetSmCountTarget
-    function.argtypes = [ctypes.c_void_p, ctypes.c_int]
-    return lambda handle, count: function(handle, count)
 
 
 def _count_nodes(graph: torch.cuda.CUDAGraph) -> int:
@@ -187,25 +175,6 @@ class CudaBackend:
         with self.capture_stream.use():
             yield
         caller.wait(self.capture_stream)
-
-    @contextmanager
-    def leaving(self, multiprocessors: int) -> Iterator[None]:
-        """Limit cuBLAS and cuBLASLt: their persistent kernels would take every multiprocessor for as long as they run.
-
-        Source: cublasSetSmCountTarget and CUBLASLT_MATMUL_DESC_SM_COUNT_TARGET of the cuBLAS documentation.
-        """
-        if not multiprocessors:
-            yield
-            return
-        total = torch.cuda.get_device_properties(self.device).multi_processor_count
-        set_target, handle = _sm_count_target(), torch.cuda.current_blas_handle()
-        set_target(handle, total - multiprocessors)
-        torch._C._set_sm_carveout_experimental(multiprocessors)
-        try:
-            yield
-        finally:
-            set_target(handle, 0)
-            torch._C._set_sm_carveout_experimental(None)
 
     def watch_peak(self) -> Callable[[], int]:
         """Watches the allocator's peak."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -95,25 +95,22 @@ class CutCapture:
 
 
 def capture_cut(
-    backend: Backend, fn: Callable[[], T], at: nn.Module, frozen_pool: Any, pool: Any, leave: int = 0
+    backend: Backend, fn: Callable[[], T], at: nn.Module, frozen_pool: Any, pool: Any
 ) -> CutCapture:
     """Capture ``fn`` as two graphs; the second begins at the first call of ``at``.
 
     The first graph's memory comes from its own pool: it may run while the last step's gradients, which lie in the
-    second pool, are still being read. Its matrix products leave ``leave`` multiprocessors free.
+    second pool, are still being read.
     """
     backend.synchronize()
     gc.collect()
     frozen: list[Graph] = []
-    limit = ExitStack()
     recording = backend.begin(frozen_pool)
-    limit.enter_context(backend.leaving(leave))
 
     def cut(_: nn.Module, __: Any) -> None:
         nonlocal recording
         if not frozen:
             frozen.append(recording.end())
-            limit.close()
             recording = backend.begin(pool)
 
     handle = at.register_forward_pre_hook(cut, prepend=True)
@@ -123,6 +120,5 @@ def capture_cut(
         recording.abort()
         raise
     finally:
-        limit.close()
         handle.remove()
     return CutCapture(frozen[0] if frozen else None, recording.end(), result)

@@ -233,11 +233,6 @@ class RecordBackend:
         """No change: there is one order of work."""
         yield
 
-    @contextmanager
-    def leaving(self, multiprocessors: int) -> Iterator[None]:
-        """Nothing runs beside anything here."""
-        yield
-
     def watch_peak(self) -> Callable[[], int]:
         """Nobody counts here."""
         return lambda: 0

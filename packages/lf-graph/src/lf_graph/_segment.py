@@ -109,12 +109,10 @@ class Frozen:
     Attributes:
         pool: memory of its own.
         cut: the module at whose call it ends; None: at the end of a piece.
-        leave: multiprocessors its matrix products leave to the optimizer.
     """
 
     pool: Any
     cut: nn.Module | None
-    leave: int = 0
 
 
 class Segment:
@@ -193,14 +191,13 @@ class Segment:
             frozen.cut is m for root in piece.modules() for m in root.modules()
         ):
             forward = lambda: self._forward(piece)  # noqa: E731
-            both = capture_cut(self.backend, forward, frozen.cut, frozen.pool, self.pool.handle, frozen.leave)
+            both = capture_cut(self.backend, forward, frozen.cut, frozen.pool, self.pool.handle)
             captured.frozen, captured.forward = both.frozen, both.rest
             return None
         if self._wants_gradient(piece):
             captured.forward = self._capture(self.pool.handle, piece)
             return None
-        with self.backend.leaving(frozen.leave):
-            captured.frozen = self._capture(frozen.pool, piece)
+        captured.frozen = self._capture(frozen.pool, piece)
         return frozen
 
     def _wants_gradient(self, piece: Piece) -> bool:

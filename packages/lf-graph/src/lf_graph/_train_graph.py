@@ -33,7 +33,6 @@ class Recipe:
         compile: what runs compiled.
         options: for Inductor.
         cut: whether a frozen prefix gets a graph of its own.
-        leave: multiprocessors that its matrix products leave to the optimizer.
         shadows: parameters that the forward reads as another tensor.
     """
 
@@ -43,7 +42,6 @@ class Recipe:
     compile: CompileMode
     options: dict[str, Any]
     cut: bool
-    leave: int
     shadows: dict[Tensor, Tensor]
 
 
@@ -126,9 +124,7 @@ class MicroGraph:
             self.pool.check_budget("this step", peak())
             sink = prepare(used)
             with self.pool.counting(self):
-                self.segment.capture_forward(
-                    values, Frozen(frozen_pool, cut, recipe.leave) if recipe.cut else None
-                )
+                self.segment.capture_forward(values, Frozen(frozen_pool, cut) if recipe.cut else None)
                 self.segment.make_seeds()
                 self.segment.capture_backward(sink)
 

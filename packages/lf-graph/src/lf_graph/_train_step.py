@@ -80,7 +80,6 @@ class TrainStep:
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
             stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`. When it raises,
             the sums are incomplete, and the step can only be closed.
-        leave: with ``overlap``, multiprocessors that the frozen prefix leaves to the optimizer.
         launch: sizes of the optimizer's kernels.
         name: for errors and statistics.
     """
@@ -103,7 +102,6 @@ class TrainStep:
         max_graphs: int = 1,
         max_bytes: int | None = None,
         reduce: Reduce | None = None,
-        leave: int = 0,
         launch: Launch | None = None,
         name: str = "step",
     ) -> None:
@@ -115,7 +113,7 @@ class TrainStep:
         self.model, self.optimizer, self.name = model, optimizer, name
         self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
         self.loss: Callable[..., Any] = loss or model
-        self._reduce, self._launch, self._leave = reduce, launch, leave
+        self._reduce, self._launch = reduce, launch
         self._clip, self._gate, self._fused = clip, gate, fused
         self._dtype, self._shadows = autocast, shadows
         self._compile, self._options = compile, dict(compile_options or {})
@@ -303,7 +301,6 @@ class TrainStep:
             compile,
             self._options,
             self.overlap,
-            self._leave,
             update.shadows(),
         )
         return _State(backend, recipe, update, GraphPool(backend, self._max_bytes))
