@@ -5,12 +5,14 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).parent))
 from vla_cases import generator, tiny
@@ -19,6 +21,7 @@ from lf_meta.models import gr00t_vla
 from lf_meta.models.gr00t_vla_backbone import Connector, as_channels_last, place_images
 from lf_meta.models.gr00t_vla_head import (
     EmbodimentLinear,
+    _Rows,
     action_time_features,
     split_context,
     time_features,
@@ -88,6 +91,41 @@ def test_each_sample_uses_the_weights_of_its_embodiment() -> None:
     y.sum().backward()
     assert layer.weight.grad is not None
     assert torch.allclose(layer.weight.grad[3, :, 0], x[[0, 2]].sum((0, 1)))
+
+
+def test_the_gradient_of_a_table_is_that_of_plain_indexing() -> None:
+    layer = EmbodimentLinear(4, 5, 3, std=1.0).double()
+    x, who = torch.randn(6, 2, 5).double(), torch.tensor([3, 0, 3, 1, 0, 3])
+    weights = torch.randn(6, 2, 3).double()
+    plain = layer.weight.detach().clone().requires_grad_()
+    ((x @ plain[who]) * weights).sum().backward()
+    (layer(x, who) * weights).sum().backward()
+    assert layer.weight.grad is not None
+    assert plain.grad is not None
+    assert torch.allclose(layer.weight.grad, plain.grad)
+    assert not layer.weight.grad[2].any()
+    assert torch.autograd.gradcheck(lambda w: _Rows.apply(w, who), (plain.detach().requires_grad_(),))
+
+
+def test_under_autocast_a_table_is_only_read_through_its_cast() -> None:
+    layer = EmbodimentLinear(4, 5, 3, std=1.0)
+    x, who = torch.randn(64, 2, 5), torch.zeros(64, dtype=torch.int64)
+    readers: list[str] = []
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            readers.extend(func.overloadpacket.__name__ for a in args if a is layer.weight)
+            return func(*args, **(kwargs or {}))
+
+    with torch.autocast("cpu", torch.bfloat16), Watch():
+        y = layer(x, who)
+    assert y.dtype == torch.bfloat16
+    assert readers == ["_to_copy"]
+    y.sum().backward()
+    assert layer.weight.grad is not None
+    # bfloat16 sums of 64 samples, one after another, would be off by several percent
+    exact = x.bfloat16().double().sum((0, 1))[:, None].expand(5, 3)
+    assert torch.allclose(layer.weight.grad[0].double(), exact, rtol=0.01, atol=0.05)
 
 
 def test_the_connector_cuts_squares_as_pixel_unshuffle_does() -> None:

@@ -9,7 +9,7 @@ dropouts in a row behind attention are one.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -36,10 +36,38 @@ def action_time_features(time: Tensor, width: int) -> Tensor:
     return torch.cat((angle.sin(), angle.cos()), dim=-1)
 
 
+class _Rows(torch.autograd.Function):
+    """table[rows], with the gradient as one product with a one-hot matrix.
+
+    Torch's own gradient fills the table with zeros and adds sample by sample, rounding each sum to the table's dtype;
+    the product writes every element once and adds in float32, and rows that no sample has become exactly zero.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, table: Tensor, rows: Tensor) -> Tensor:
+        ctx.save_for_backward(rows)
+        ctx.shape = table.shape
+        return table[rows]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        numbers = torch.arange(ctx.shape[0], device=rows.device)
+        one_hot = (numbers[:, None] == rows).to(gradient.dtype)
+        return (one_hot @ gradient.flatten(1)).view(ctx.shape), None
+
+
+def _compute_dtype(weight: Tensor) -> torch.dtype:
+    """The dtype that a matrix product of this weight has here: autocast's, where it is on."""
+    device = weight.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else weight.dtype
+
+
 class EmbodimentLinear(nn.Module):
     """A linear layer with its own weights for every embodiment: ([B, T, in], int64 [B]) to [B, T, out].
 
-    Embodiments that a batch does not have get a gradient of exactly zero.
+    Embodiments that a batch does not have get a gradient of exactly zero. Under autocast the table is cast before it
+    is read, not after: an optimizer that keeps a half-precision copy then spares the cast and the wide gradient.
     """
 
     def __init__(self, embodiments: int, inputs: int, outputs: int, std: float) -> None:
@@ -48,7 +76,8 @@ class EmbodimentLinear(nn.Module):
         self.bias = nn.Parameter(torch.zeros(embodiments, outputs))
 
     def forward(self, x: Tensor, embodiment: Tensor) -> Tensor:
-        return torch.baddbmm(self.bias[embodiment].unsqueeze(1), x, self.weight[embodiment])
+        weight: Tensor = _Rows.apply(self.weight.to(_compute_dtype(self.weight)), embodiment)  # type: ignore[no-untyped-call]
+        return torch.baddbmm(self.bias[embodiment].unsqueeze(1), x, weight)
 
 
 class EmbodimentMLP(nn.Module):
