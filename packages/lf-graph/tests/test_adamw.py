@@ -223,6 +223,9 @@ def test_tensor_learning_rates_are_read_where_they_are(implementation: str) -> N
         twins.reference.param_groups[0]["lr"] = float(lr)
         twins.step()
     assert_twins_equal(twins)
+    twins.set_lr(0.0, 0.0)  # numbers again
+    twins.step()
+    assert_twins_equal(twins)
 
 
 @both
