@@ -164,6 +164,7 @@ class Chain:
         self._token: object = None
         self._anchor: Tensor | None = None
         self._between = {n for s in self._stages if isinstance(s.elements[0], Piece) for n in s.outputs}
+        self._submodules: list[nn.Module] = []
         self._flags: list[bool] = []
         self._captures = self._replays = self._copies = 0
 
@@ -206,7 +207,8 @@ class Chain:
         except BaseException:
             self._release()
             raise
-        self._flags = [m.training for m in self.modules]
+        self._submodules = list(dict.fromkeys(m for root in self.modules for m in root.modules()))
+        self._flags = [m.training for m in self._submodules]
         self._captures += 1
         return self
 
@@ -268,19 +270,20 @@ class Chain:
         self._token = object()
         values = dict(zip(self.inputs, tensors, strict=True))
         for stage in self._stages:
-            given = self._run_stage(stage, [values[n] for n in stage.inputs])
-            values |= dict(zip(stage.outputs, given, strict=True))
+            values |= self._run_stage(stage, values)
         results = tuple(values[n] for n in self.outputs)
         return results[0] if len(results) == 1 else results
 
-    def _run_stage(self, stage: _Stage, tensors: list[Tensor]) -> Sequence[Tensor]:
+    def _run_stage(self, stage: _Stage, values: dict[str, Tensor]) -> dict[str, Tensor]:
         element = stage.elements[0]
         if isinstance(element, Eager):
-            return list(_call_eager(element, tensors).values())
+            return _call_eager(element, values)
+        tensors = [values[n] for n in stage.inputs]
         outputs: tuple[Tensor, ...] = _Replay.apply(self, stage, self._anchor, *tensors)  # type: ignore[no-untyped-call]
+        given = dict(zip(stage.outputs, outputs, strict=True))
         if not self.copy_outputs:
-            return outputs
-        return [o.clone() if n in self.outputs else o for n, o in zip(stage.outputs, outputs, strict=True)]
+            return given
+        return {n: o.clone() if n in self.outputs else o for n, o in given.items()}
 
     def _replay_forward(self, stage: _Stage, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self._pool is not None
@@ -328,9 +331,11 @@ class Chain:
         return self._static
 
     def _require_flags(self) -> None:
-        now = [m.training for m in self.modules]
+        now = [m.training for m in self._submodules]
         if now != self._flags:
-            raise SignatureError(self.name, [f"training: {self._flags} -> {now}"])
+            changed = zip(self._submodules, self._flags, now, strict=True)
+            found = [f"training of a {type(m).__name__}: {a} -> {b}" for m, a, b in changed if a is not b]
+            raise SignatureError(self.name, found)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
@@ -372,8 +377,8 @@ class Chain:
         self.close()
 
 
-def _call_eager(element: Eager, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
-    result = element.fn(*tensors)
+def _call_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    result = element.fn(*[values[n] for n in element.inputs])
     outputs = result if isinstance(result, (tuple, list)) else (result,)
     if len(outputs) != len(element.outputs):
         raise GraphError(f"{element.name} returned {len(outputs)} values, named {list(element.outputs)}")
@@ -382,7 +387,7 @@ def _call_eager(element: Eager, tensors: Sequence[Tensor]) -> dict[str, Tensor]:
 
 def _run_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
     """The element's outputs at addresses of their own, where the following graphs will read."""
-    outputs = _call_eager(element, [values[n].detach() for n in element.inputs])
+    outputs = _call_eager(element, {n: values[n].detach() for n in element.inputs})
     wants = any(values[n].requires_grad for n in element.inputs)
     return {n: _place(o, wants) for n, o in outputs.items()}
 
