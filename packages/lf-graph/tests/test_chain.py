@@ -330,6 +330,19 @@ def test_an_eager_element_may_take_a_value_twice_and_give_one_that_nobody_reads(
     Pair(build, 2).capture().micro_batches()
 
 
+def test_an_input_is_copied_once_also_when_eager_code_keeps_a_view_of_it() -> None:
+    def build(m: list[nn.Linear]) -> list[Element]:
+        return [
+            Piece(lambda x: x.view_as(x), ("x",), ("a",)),
+            Eager(lambda a: m[0](a) * a, ("a",), ("b",)),
+            Piece(lambda x, b: x + m[1](b), ("x", "b"), ("y",), owners=(m[1],)),
+        ]
+
+    pair = Pair(build, 2).capture()
+    pair.micro_batches(1)
+    assert pair.chain.stats().copies == 2  # x, and what the eager element gave
+
+
 def test_an_eager_element_must_return_what_it_named() -> None:
     chain = Chain([Eager(lambda x: (x, x), ("x",), ("y",), name="splitter")], ("x",), ("y",))
     with pytest.raises(GraphError, match=r"splitter returned 2 values, named \['y'\]"):

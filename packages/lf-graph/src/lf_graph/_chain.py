@@ -268,6 +268,7 @@ class Chain:
         self._require_flags()
         self._sink.verify(self.name)
         self._token = object()
+        self._copies += copy_into(static.tensors, tensors)
         values = dict(zip(self.inputs, tensors, strict=True))
         for stage in self._stages:
             values |= self._run_stage(stage, values)
@@ -291,7 +292,9 @@ class Chain:
         segment = stage.captured()
         if self._pool.poison:
             self._pool.spoil(segment.grads.values(), self._lasting(stage))
-        self._copies += copy_into(stage.fixed, tensors)
+        # the chain's own inputs are there already; a second copy would look like a change to what eager code saved
+        new = [i for i, n in enumerate(stage.inputs) if n not in self.inputs]
+        self._copies += copy_into([stage.fixed[i] for i in new], [tensors[i] for i in new])
         segment.replay_forward()
         self._replays += len(segment.captured)
         return [segment.values[n] for n in stage.outputs]
