@@ -239,8 +239,8 @@ def test_on_a_gpu_a_tuned_row_learns_what_eager_learns(bench: Any, name: str) ->
     eager = bench.stock.row_of(row.workload, row.batch, bench.stock.EAGER_FUSED)
     plain = bench.measure.measure(eager, device, bench.measure.Effort(windows=2, profiled=False))
     assert found["status"] == "ok", found
-    # graphed callables draw dropout in another order than eager does
-    assert bench.report.distance(found["losses"], plain["losses"]) < (0.02 if "casts" in name else 0.3)
+    # both draw dropout in another order than eager does
+    assert bench.report.distance(found["losses"], plain["losses"]) < 0.3
 
 
 @pytest.mark.gpu

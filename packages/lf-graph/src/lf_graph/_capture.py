@@ -13,6 +13,7 @@ from torch.utils import _pytree as pytree
 from lf_graph._backend import backend_for
 from lf_graph._chain import Chain
 from lf_graph._errors import BudgetError, GraphCaptureError, GraphError, SignatureError
+from lf_graph._names import names_behind
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
@@ -101,7 +102,7 @@ def capture(
     Args:
         fn: a module or function; returns any nesting of tensors and constants.
         args, kwargs: a sample call; tensors that want a gradient get one.
-        modules: modules ``fn`` uses, when it is not a module itself: their buffers are left as they were.
+        modules: modules ``fn`` uses, whose buffers are left as they were; default: those found behind it.
         name: for errors and statistics.
         autocast, pool, max_bytes, copy_outputs: see :class:`Chain`.
         checkpoint: see :class:`Piece`.
@@ -121,7 +122,7 @@ def capture(
     if not tensors:
         raise GraphError("capture needs at least one tensor argument, which says on which device to capture")
     signature = signature_of(args, kwargs)
-    owners = (fn,) if isinstance(fn, nn.Module) else tuple(modules)
+    owners = tuple(modules) or tuple(names_behind(fn, args, kwargs).roots.values())
     require_local(owners)
     flat = _Flat(fn, signature)
     backend = backend_for(tensors[0].device)

@@ -18,7 +18,7 @@ from lf_graph._gradients import InPlace
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
-from lf_graph._sandbox import buffers_of, restored
+from lf_graph._sandbox import aliases, buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
 from lf_graph._static import StaticInputs, copy_into
 from lf_graph._stats import GraphStats
@@ -203,7 +203,10 @@ class Chain:
         pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
         try:
             with restored(pool.backend, buffers_of(self.modules)), pool.backend.preparing():
-                self._capture(pool, StaticInputs(args, {}), warm_up)
+                stand_ins = aliases(p for m in self.modules for p in m.parameters())
+                self._sink = InPlace(stand_ins)
+                with swapped(self.modules, stand_ins):
+                    self._capture(pool, StaticInputs(args, {}), warm_up)
         except BaseException:
             self._release()
             raise

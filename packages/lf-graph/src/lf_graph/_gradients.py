@@ -53,9 +53,13 @@ class InPlace:
     A graph that returned its gradients would have them stolen by AccumulateGrad and overwritten by the next replay
     (pytorch#181723). Here ``.grad`` is the buffer; ``zero_grad`` in both forms works: before a replay a missing
     ``.grad`` means zero, and another tensor in its place is copied in.
+
+    Args:
+        stand_ins: what the captured forward reads in the place of parameters.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, stand_ins: dict[Tensor, Tensor] | None = None) -> None:
+        self._originals = {id(new): old for old, new in (stand_ins or {}).items()}
         self._buffers: dict[int, tuple[Tensor, Tensor]] = {}
         self._data: dict[int, int] = {}
 
@@ -71,14 +75,18 @@ class InPlace:
 
     def prepare(self, parameters: Sequence[Tensor]) -> None:
         """Allocate buffers outside the graph's pool; before the capture."""
-        for p in parameters:
+        for p in (self._original(p) for p in parameters):
             self._buffers[id(p)] = (p, _buffer_of(p))
             self._data[id(p)] = p.data_ptr()
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Add, inside the capture."""
         with torch.no_grad():
-            torch._foreach_add_([self._buffers[id(p)][1] for p in parameters], list(gradients))
+            buffers = [self._buffers[id(self._original(p))][1] for p in parameters]
+            torch._foreach_add_(buffers, list(gradients))
+
+    def _original(self, parameter: Tensor) -> Tensor:
+        return self._originals.get(id(parameter), parameter)
 
     def attach(self) -> None:
         """Make every ``.grad`` the buffer the graph adds into; before each replay of the backward."""

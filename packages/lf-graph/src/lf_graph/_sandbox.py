@@ -31,6 +31,15 @@ def buffers_of(modules: Iterable[nn.Module]) -> list[Tensor]:
     return list(found.values())
 
 
+def aliases(parameters: Iterable[Tensor]) -> dict[Tensor, Tensor]:
+    """For each parameter that is trained, another Parameter on the same memory.
+
+    What a capture differentiates has to be new: the AccumulateGrad node of a parameter remembers the stream of the
+    first forward for as long as somebody holds that forward's loss, and then the capture fails (pytorch#180090).
+    """
+    return {p: nn.Parameter(p.detach()) for p in parameters if p.requires_grad}
+
+
 @contextmanager
 def swapped(modules: Iterable[nn.Module], replacement: dict[Tensor, Tensor]) -> Iterator[None]:
     """Let modules see other tensors in the place of some of their parameters, inside the ``with`` block."""

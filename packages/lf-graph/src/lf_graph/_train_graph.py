@@ -33,7 +33,7 @@ class Recipe:
         compile: what runs compiled.
         options: for Inductor.
         cut: whether a frozen prefix gets a graph of its own.
-        shadows: parameters that the forward reads as another tensor.
+        stand_ins: what the forward reads in the place of parameters.
     """
 
     roots: tuple[nn.Module, ...]
@@ -42,7 +42,7 @@ class Recipe:
     compile: CompileMode
     options: dict[str, Any]
     cut: bool
-    shadows: dict[Tensor, Tensor]
+    stand_ins: dict[Tensor, Tensor]
 
 
 class LossFunction:
@@ -107,15 +107,15 @@ class MicroGraph:
         """Warm up, compile, capture.
 
         Args:
-            prepare: called after the warm-up with the tensors that got gradients (shadows in the place of
-                shadowed parameters); returns where gradients go.
+            prepare: called after the warm-up with the tensors that got gradients (stand-ins in the place of
+                parameters); returns where gradients go.
             frozen_pool: memory of the frozen prefix.
         """
         backend, recipe = self.pool.backend, self.recipe
         values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
         with ExitStack() as stack:
             stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
-            stack.enter_context(swapped(recipe.roots, recipe.shadows))
+            stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
             cut = self._find_cut()
             stack.enter_context(self._compiling())

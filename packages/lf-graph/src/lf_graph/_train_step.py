@@ -301,7 +301,7 @@ class TrainStep:
             compile,
             self._options,
             self.overlap,
-            update.shadows(),
+            update.stand_ins(),
         )
         return _State(backend, recipe, update, GraphPool(backend, self._max_bytes))
 
@@ -444,8 +444,8 @@ class _State:
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
         self.sink: Direct | Into | None = None
-        shadows = update.shadows()
-        self.index = {id(shadows.get(p, p)): i for i, p in enumerate(update.parameters)}
+        stand_ins = update.stand_ins()
+        self.index = {id(stand_ins.get(p, p)): i for i, p in enumerate(update.parameters)}
 
     def find(self, signature: Signature) -> MicroGraph | None:
         """The graph of a signature, now the most recently used."""
@@ -489,11 +489,11 @@ class _State:
     def update_state(self) -> list[Tensor]:
         """Everything an update writes."""
         state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
-        shadows = [s.data for s in self.update.shadows().values()]
+        stand_ins = [s.data for s in self.update.stand_ins().values()]
         return [
             *[p.data for p in self.update.parameters],
             *state,
-            *shadows,
+            *stand_ins,
             self.update.norm,
             self.update.skipped,
         ]

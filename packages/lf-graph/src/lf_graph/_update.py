@@ -16,7 +16,7 @@ from lf_graph._adamw import FusedAdamW, Launch
 from lf_graph._backend import Backend
 from lf_graph._errors import AddressError, GraphError
 from lf_graph._flat import FlatParameters, OptimizerError, check_optimizer
-from lf_graph._sandbox import restored
+from lf_graph._sandbox import aliases, restored
 
 
 class Update(Protocol):
@@ -35,8 +35,8 @@ class Update(Protocol):
     skipped: Tensor
     kind: str
 
-    def shadows(self) -> dict[Tensor, Tensor]:
-        """Parameters and the bf16 tensors the forward reads instead."""
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """What the captured forward reads in the place of each parameter."""
         ...
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
@@ -86,16 +86,18 @@ class FlatUpdate:
         self.parameters: Sequence[Tensor] = self.flat.parameters
         self.names: Sequence[str] = [s.name for s in self.flat.layout.slots]
         self.norm, self.skipped = self.fused.norm, self.fused.skipped
-        shadows = [p for p in self.parameters if self.flat.has_shadow(p)]
-        self._shadows: dict[Tensor, Tensor] = {p: nn.Parameter(self.flat.shadow_of(p)) for p in shadows}
+        shadows = {
+            p: nn.Parameter(self.flat.shadow_of(p)) for p in self.parameters if self.flat.has_shadow(p)
+        }
+        self._stand_ins = aliases(self.parameters) | shadows
         self.kind = (
             f"flat AdamW ({self.fused.implementation}: {self.fused.reason}), {len(shadows)} bf16 shadows"
         )
         self._version = _versions(self.parameters)
 
-    def shadows(self) -> dict[Tensor, Tensor]:
-        """See :class:`Update`."""
-        return self._shadows
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """The bf16 shadow where there is one, else the same memory."""
+        return self._stand_ins
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """See :class:`Update`."""
@@ -207,13 +209,14 @@ class StockUpdate:
         self._rates = [torch.tensor(float(g["lr"]), device=device) for g in optimizer.param_groups]
         self._frozen = [_constants(g) for g in optimizer.param_groups]
         self._addresses = [p.data_ptr() for p in self.parameters]
+        self._stand_ins = aliases(self.parameters)
         self._gradients: list[Tensor] = []
         self._held: list[dict[str, Any]] = []  # optimizer state at the addresses of the capture, by parameter
         self._hook = optimizer.register_load_state_dict_post_hook(lambda _: self._adopt_state())
 
-    def shadows(self) -> dict[Tensor, Tensor]:
-        """None: the optimizer writes its parameters only."""
-        return {}
+    def stand_ins(self) -> dict[Tensor, Tensor]:
+        """The same memory."""
+        return self._stand_ins
 
     def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """They stand in for ``.grad`` during a step only: what users do with ``.grad`` is theirs."""
