@@ -1,0 +1,518 @@
+"""What TrainStep refuses, what it leaves alone, and what others may do between its steps; on the recorder."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import train_cases as cases
+from torch import Tensor, nn
+from train_cases import Twins, batches, equal, largest_difference, model_of, snapshot
+
+from lf_graph import (
+    AddressError,
+    ClosedError,
+    GraphCaptureError,
+    GraphError,
+    SignatureError,
+    StepResult,
+    TrainStep,
+)
+
+TOLERANCE = 1e-6
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Strange(nn.Module):
+    """A language model with one thing that a graph cannot hold, or that makes no sense; ``fault`` can be cleared."""
+
+    def __init__(self, fault: str = "") -> None:
+        super().__init__()
+        self.fault = fault
+        self.inner = model_of(batch_norm=True, dropout=0.2)
+        self.spare = nn.Linear(2, 2)
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        total, count = self.inner(ids, targets)
+        if self.fault == "item" and total.item() > 0:
+            total = total * 1.0
+        if self.fault == "shape":
+            return total.expand(3), count
+        if self.fault == "tuple":
+            return total, count, count
+        if self.fault == "number":
+            return 1.0
+        if self.fault != "unused":
+            total = total + 0 * self.spare(torch.ones(2)).sum()
+        return total, count
+
+
+# -- refused at the first batch -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [cases.adamw, sgd])
+def test_a_parameter_without_gradient_is_named(build: Build) -> None:
+    model = Strange("unused")
+    with (
+        TrainStep(model, build(model)) as step,
+        pytest.raises(GraphError, match=r"spare\.weight, spare\.bias"),
+    ):
+        step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("build", [cases.adamw, sgd])
+def test_a_trained_parameter_that_no_optimizer_updates_is_refused(build: Build) -> None:
+    model = model_of()
+    optimizer = build(model.blocks)
+    with (
+        TrainStep(model, optimizer) as step,
+        pytest.raises(GraphError, match=r"2 tensors .* not in the optimizer"),
+    ):
+        step(*batches(1)[0])
+    model.embedding.requires_grad_(False)
+    model.head.requires_grad_(False)
+    with TrainStep(model, optimizer) as step:
+        step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("fault", ["shape", "tuple", "number"])
+def test_a_loss_that_is_no_scalar_or_pair_is_refused(fault: str) -> None:
+    model = Strange(fault)
+    with (
+        TrainStep(model, cases.adamw(model)) as step,
+        pytest.raises(GraphError, match="the loss must be a scalar"),
+    ):
+        step(*batches(1)[0])
+
+
+def test_a_batch_without_tensors_is_refused() -> None:
+    model = model_of()
+    with TrainStep(model, cases.adamw(model)) as step, pytest.raises(GraphError, match="at least one tensor"):
+        step(1, 2)
+
+
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16])
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_read_back_is_named_and_leaves_no_trace_and_a_mended_model_works(
+    overlap: bool, autocast: torch.dtype | None
+) -> None:
+    model, plain = Strange("item"), Strange()
+    plain.load_state_dict(model.state_dict())
+    optimizer = cases.adamw(model)
+    before, random = snapshot(model), torch.get_rng_state()
+    with TrainStep(model, optimizer, overlap=overlap, autocast=autocast) as step:
+        for _ in range(3):
+            with pytest.raises(GraphCaptureError) as caught:
+                step(*batches(1)[0])
+        assert caught.value.op == "aten._local_scalar_dense"
+        assert caught.value.where.startswith(__file__)
+        assert equal(snapshot(model), before)
+        assert torch.equal(torch.get_rng_state(), random)
+        assert all(p.grad is None for p in model.parameters())
+        assert all(bool((v == 0).all()) for s in optimizer.state.values() for v in s.values())
+        assert step.stats().graphs == 0
+        model.fault = ""
+        torch.manual_seed(4)
+        step(*batches(1)[0])
+    torch.manual_seed(4)
+    cases.eager_update(plain, cases.adamw(plain), batches(1), autocast=autocast)
+    assert largest_difference(model, plain) <= 1e-5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [({"accumulate": 0}, "accumulate"), ({"max_graphs": 0}, "max_graphs"), ({"model": "no module"}, "a str")],
+)
+def test_arguments_without_meaning_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
+    model = model_of()
+    arguments = {"model": model, "optimizer": cases.adamw(model), **options}
+    with pytest.raises(GraphError, match=said):
+        TrainStep(**arguments)
+
+
+# -- signatures -----------------------------------------------------------------------------------------------------
+
+
+def test_another_shape_is_refused_with_both_shapes() -> None:
+    model = model_of()
+    with TrainStep(model, cases.adamw(model)) as step:
+        step(*batches(1, length=6)[0])
+        with pytest.raises(SignatureError) as caught:
+            step(*batches(1, length=7)[0])
+        assert caught.value.differences == [
+            f"args[{i}]: int64[3, 6] on cpu -> int64[3, 7] on cpu" for i in (0, 1)
+        ]
+        step(*batches(1, length=6)[0])
+        assert step.stats().captures == 1
+
+
+def test_another_constant_is_refused() -> None:
+    model = model_of()
+
+    def loss(ids: Tensor, targets: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+        total, count = model(ids, targets)
+        return total * scale, count
+
+    with TrainStep(model, cases.adamw(model), loss=loss) as step:
+        step(*batches(1)[0], 1.0)
+        with pytest.raises(SignatureError, match=r"args\[2\]: 1.0 -> 2.0"):
+            step(*batches(1)[0], 2.0)
+
+
+def test_the_mode_of_the_model_is_part_of_the_graph() -> None:
+    model = model_of(dropout=0.5)
+    with TrainStep(model, cases.adamw(model)) as step:
+        step(*batches(1)[0])
+        model.eval()
+        with pytest.raises(SignatureError, match=r"training: \[True\] -> \[False\]"):
+            step(*batches(1)[0])
+        model.train()
+        step(*batches(1)[0])
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_two_graphs_hold_two_shapes_and_the_least_recently_used_goes_first(accumulate: int) -> None:
+    twins = Twins(accumulate=accumulate, max_graphs=2, clip=0.5)
+    made = {n: batches(8, length=n, seed=n) for n in (5, 6, 7)}
+    captures = []
+    with twins.step as step:
+        for length in (5, 6, 5, 7, 5, 6):
+            group = [made[length].pop() for _ in range(accumulate)]
+            cases.eager_update(twins.plain, twins.reference, group, twins.clip)
+            cases.step_update(step, group)
+            captures.append(step.stats().captures)
+        assert captures == [1, 2, 2, 3, 3, 4]  # 7 replaced 6, not 5
+        assert twins.difference() <= TOLERANCE
+
+
+def test_micro_batches_of_one_update_may_differ_in_shape() -> None:
+    twins = Twins(accumulate=3, max_graphs=2)
+    with twins.step as step:
+        for seed in range(3):
+            group = [batches(1, length=n, seed=10 * seed + n)[0] for n in (5, 6, 5)]
+            cases.eager_update(twins.plain, twins.reference, group)
+            cases.step_update(step, group)
+        assert twins.difference() <= TOLERANCE
+
+
+# -- micro-batches and updates ----------------------------------------------------------------------------------------
+
+
+def test_an_update_needs_a_micro_batch() -> None:
+    model = model_of()
+    with TrainStep(model, cases.adamw(model)) as step:
+        for _ in range(2):
+            with pytest.raises(GraphError, match="needs a micro-batch"):
+                step.update()
+            step(*batches(1)[0])
+
+
+def test_more_micro_batches_than_promised_are_refused() -> None:
+    twins = Twins(accumulate=2)
+    with twins.step as step:
+        group = batches(3)
+        step.micro(*group[0])
+        step.micro(*group[1])
+        with pytest.raises(GraphError, match="accumulate=2"):
+            step.micro(*group[2])
+        step.update()  # what was there still counts
+        cases.eager_update(twins.plain, twins.reference, group[:2])
+        assert twins.difference() <= TOLERANCE
+
+
+def test_fewer_micro_batches_than_promised_are_a_smaller_mean() -> None:
+    twins = Twins(accumulate=4)
+    with twins.step as step:
+        for count in (1, 4, 2):
+            group = batches(count, seed=count)
+            cases.eager_update(twins.plain, twins.reference, group)
+            cases.step_update(step, group)
+        assert twins.difference() <= TOLERANCE
+
+
+def test_results_are_tensors_of_their_own() -> None:
+    model = model_of()
+    with TrainStep(model, cases.adamw(model)) as step:
+        first, second = (step(*batch) for batch in batches(2))
+    assert isinstance(first, StepResult)
+    assert float(first.loss) != float(second.loss)
+    assert [float(r.count) for r in (first, second)] == [float((t != 0).sum()) for _, t in batches(2)]
+
+
+# -- gradients that are not finite ------------------------------------------------------------------------------------
+
+
+class Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.Linear(8, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x).square().mean()
+
+
+@pytest.mark.parametrize("accumulate", [1, 2])
+@pytest.mark.parametrize("bad", [float("inf"), float("nan")])
+def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(bad: float, accumulate: int) -> None:
+    torch.manual_seed(0)
+    twins = Twins(model=Scaled(), accumulate=accumulate, autocast=torch.bfloat16)
+    good = [(torch.randn(3, 4),) for _ in range(3 * accumulate)]
+    with twins.step as step:
+        cases.step_update(step, good[:accumulate])
+        before = snapshot(twins.ours, twins.optimizer)
+        shadows = [s.detach().clone() for s in step._open().update.shadows().values()]
+        result = cases.step_update(step, [(good[0][0] * bad,), *good[1:accumulate]])
+        assert not torch.isfinite(result)
+        assert not torch.isfinite(step.norm)
+        assert equal(snapshot(twins.ours, twins.optimizer), before)
+        assert equal(list(step._open().update.shadows().values()), shadows)
+        assert int(step.skipped) == 1
+        cases.step_update(step, good[accumulate : 2 * accumulate])
+        assert torch.isfinite(step.norm)
+        assert int(step.skipped) == 1
+        for group in (good[:accumulate], good[accumulate : 2 * accumulate]):
+            cases.eager_update(
+                twins.plain,
+                twins.reference,
+                group,
+                autocast=torch.bfloat16,
+                loss=lambda x: (twins.plain(x), 1.0),
+            )
+        assert twins.difference() <= TOLERANCE
+
+
+def test_a_gate_is_refused_where_it_cannot_be_had() -> None:
+    model = model_of()
+    with TrainStep(model, sgd(model), gate=True) as step, pytest.raises(GraphError, match="gate=True"):
+        step(*batches(1)[0])
+
+
+def test_the_norm_is_the_one_before_clipping() -> None:
+    model, plain = model_of(), model_of()
+    with TrainStep(model, cases.adamw(model), clip=1e-3) as step:
+        step(*batches(1)[0])
+        total, count = plain(*batches(1)[0])
+        (total / count).backward()
+        want = torch.nn.utils.get_total_norm([p.grad for p in plain.parameters()])
+        assert float(step.norm) == pytest.approx(float(want), rel=1e-5)
+        assert float(want) > 1e-3
+
+
+# -- what others do to the model and the optimizer --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("build", [cases.adamw, sgd])
+def test_the_model_is_usable_eagerly_between_steps_and_after_close(build: Build) -> None:
+    twins = Twins(build, autocast=torch.bfloat16, accumulate=2)
+    with twins.step:
+        for seed in range(3):
+            twins.run(batches(2, seed=seed))
+            held_out = batches(1, seed=99)[0]
+            with torch.no_grad():
+                assert float(twins.ours(*held_out)[0]) == pytest.approx(
+                    float(twins.plain(*held_out)[0]), rel=1e-5
+                )
+            twins.ours(*held_out)[0].backward()  # somebody looks at gradients: they are his, not the step's
+            twins.ours.zero_grad()
+    for seed in range(3):
+        for model, optimizer in ((twins.ours, twins.optimizer), (twins.plain, twins.reference)):
+            cases.eager_update(model, optimizer, batches(2, seed=seed))
+    assert twins.difference() <= TOLERANCE
+
+
+@pytest.mark.parametrize("build", [cases.adamw, sgd])
+def test_gradients_that_a_user_holds_do_not_enter_the_step(build: Build) -> None:
+    twins = Twins(build, accumulate=2)
+    with twins.step:
+        twins.run(batches(2))
+        for p in twins.ours.parameters():
+            assert p.grad is None
+            p.grad = torch.full_like(p, 7.0)
+        cases.step_update(twins.step, batches(2, seed=5))
+        cases.eager_update(twins.plain, twins.reference, batches(2, seed=5))
+        assert twins.difference() <= TOLERANCE
+        assert all(bool((p.grad == 7.0).all()) for p in twins.ours.parameters())
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_loaded_weights_are_those_of_the_next_step(overlap: bool) -> None:
+    twins = Twins(autocast=torch.bfloat16, overlap=overlap)
+    other = model_of(seed=3)
+    with twins.step:
+        twins.run(batches(2))
+        for model in (twins.ours, twins.plain):
+            model.load_state_dict(other.state_dict())
+        loss = float(cases.step_update(twins.step, batches(1, seed=7)))
+        want = cases.eager_update(twins.plain, twins.reference, batches(1, seed=7), autocast=torch.bfloat16)
+        assert loss == pytest.approx(want, rel=1e-5)
+        assert twins.difference() <= TOLERANCE
+
+
+def test_weights_changed_in_place_are_those_of_the_next_step() -> None:
+    twins = Twins(autocast=torch.bfloat16)
+    with twins.step:
+        twins.run(batches(1))
+        for model in (twins.ours, twins.plain):
+            with torch.no_grad():
+                model.head.weight.mul_(0.5)
+        twins.run(batches(1, seed=7))
+        assert twins.difference() <= TOLERANCE
+
+
+def test_loading_by_assignment_is_refused_because_the_optimizer_would_train_other_tensors() -> None:
+    model = model_of()
+    state = copy.deepcopy(model.state_dict())
+    with TrainStep(model, cases.adamw(model)) as step:
+        step(*batches(1)[0])
+        with pytest.raises(AddressError, match=r"embedding\.weight .*assign=False"):
+            model.load_state_dict(state, assign=True)
+
+
+@pytest.mark.parametrize("build", [cases.adamw, sgd])
+def test_replaced_weights_are_named(build: Build) -> None:
+    model = model_of()
+    with TrainStep(model, build(model)) as step:
+        step(*batches(1)[0])
+        model.head.weight.data = model.head.weight.data.clone()
+        with pytest.raises(AddressError, match=r"head\.weight"):
+            step(*batches(1)[0])
+
+
+@pytest.mark.parametrize(("build", "key"), [(cases.adamw, "exp_avg"), (sgd, "momentum_buffer")])
+def test_replaced_optimizer_state_is_named(build: Build, key: str) -> None:
+    model = model_of()
+    optimizer = build(model)
+    with TrainStep(model, optimizer) as step:
+        step(*batches(1)[0])
+        state = optimizer.state[model.head.weight]
+        state[key] = state[key].clone()
+        with pytest.raises(AddressError, match=r"head\.weight was replaced; use optimizer\.load_state_dict"):
+            step(*batches(1)[0])
+
+
+def test_loading_a_state_without_what_the_graph_holds_is_refused() -> None:
+    model = model_of()
+    optimizer = sgd(model)
+    empty = copy.deepcopy(optimizer.state_dict())
+    with TrainStep(model, optimizer) as step:
+        step(*batches(1)[0])
+        with pytest.raises(GraphError, match=r"momentum_buffer: .* none for embedding\.weight"):
+            optimizer.load_state_dict(empty)
+
+
+def test_a_stock_optimizer_may_change_its_rate_and_nothing_else() -> None:
+    model = model_of()
+    optimizer = sgd(model)
+    with TrainStep(model, optimizer) as step:
+        step(*batches(1)[0])
+        optimizer.param_groups[0]["lr"] = 0.0
+        before = snapshot(model)
+        step(*batches(1)[0])
+        assert equal(snapshot(model), before)
+        optimizer.param_groups[0]["momentum"] = 0.5
+        with pytest.raises(GraphError, match=r"momentum: it was 0.9 at the capture and is 0.5"):
+            step(*batches(1)[0])
+
+
+def test_the_flat_adamw_follows_every_hyper_parameter() -> None:
+    twins = Twins()
+    with twins.step:
+        for seed, values in enumerate(
+            [{"lr": 3e-3}, {"weight_decay": 0.5}, {"betas": (0.7, 0.9)}, {"eps": 1e-4}]
+        ):
+            for optimizer in (twins.optimizer, twins.reference):
+                optimizer.param_groups[0].update(values)
+            twins.run(batches(1, seed=seed))
+        assert twins.difference() <= TOLERANCE
+
+
+def test_stock_optimizers_that_a_graph_would_change_are_refused() -> None:
+    class Counting(torch.optim.Optimizer):
+        def __init__(self, parameters: Any) -> None:
+            super().__init__(parameters, {"lr": 0.1})
+
+        @torch.no_grad()
+        def step(self, closure: Any = None) -> None:
+            for p in self.param_groups[0]["params"]:
+                self.state[p]["step"] = self.state[p].get("step", 0) + 1
+                p.sub_(p.grad / self.state[p]["step"])
+
+    model = model_of()
+    damped = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1)
+    for optimizer, said in ((damped, "dampening"), (Counting(model.parameters()), "counts step on the host")):
+        with TrainStep(model, optimizer) as step, pytest.raises(GraphError, match=said):
+            step(*batches(1)[0])
+    nothing = torch.optim.SGD(model_of().requires_grad_(False).parameters(), lr=0.1)
+    with TrainStep(model, nothing) as step, pytest.raises(GraphError, match="no trainable parameter"):
+        step(*batches(1)[0])
+
+
+def test_an_optimizer_that_reads_back_is_named_and_can_be_tried_again() -> None:
+    model = model_of()
+    optimizer = torch.optim.Adagrad(model.parameters(), foreach=False, fused=False)
+    before = snapshot(model, optimizer)
+    with TrainStep(model, optimizer) as step:
+        for _ in range(2):
+            with pytest.raises(GraphCaptureError, match="_local_scalar_dense"):
+                step(*batches(1)[0])
+        assert equal(snapshot(model, optimizer), before)
+
+
+# -- what it tells, and its end -------------------------------------------------------------------------------------
+
+
+def test_compiling_is_left_out_on_the_recorder_and_said() -> None:
+    model = model_of()
+    for mode in ("blocks", "model"):
+        with TrainStep(model, cases.adamw(model), compile=mode) as step:
+            step(*batches(1)[0])
+            assert step.info()["compile"] == "off: no compiler on recorder"
+
+
+def test_gradients_are_read_where_the_backward_made_them_unless_something_adds_or_reduces() -> None:
+    reduced: list[tuple[list[tuple[int, torch.dtype]], float]] = []
+
+    def reduce(buffers: list[Tensor], totals: Tensor) -> None:
+        reduced.append(([(b.ndim, b.dtype) for b in buffers], float(totals[1])))
+
+    kinds = []
+    for options in ({}, {"accumulate": 2}, {"max_graphs": 2}, {"reduce": reduce}):
+        model = model_of()
+        with TrainStep(model, cases.adamw(model), autocast=torch.bfloat16, **options) as step:
+            step(*batches(1)[0])
+            kinds.append(step.info()["gradients"].split(",")[0])
+    assert kinds == ["Direct", "Into", "Into", "Into"]
+    flat, count = reduced[0]
+    assert set(flat) == {(1, torch.float32), (1, torch.bfloat16)}
+    assert count == float((batches(1)[0][1] != 0).sum())
+
+
+def test_close_is_final_and_may_be_called_twice() -> None:
+    model = model_of()
+    step = TrainStep(model, cases.adamw(model))
+    with pytest.raises(ClosedError):
+        _ = step.norm
+    step(*batches(1)[0])
+    step.close()
+    step.close()
+    for act in (lambda: step(*batches(1)[0]), step.update, lambda: step.capture(*batches(1)[0])):
+        with pytest.raises(ClosedError):
+            act()
+    assert step.stats().graphs == 0
+
+
+def test_a_second_step_takes_over_from_a_closed_one() -> None:
+    twins = Twins(autocast=torch.bfloat16)
+    with twins.step:
+        twins.run(batches(2))
+    twins.step = TrainStep(twins.ours, twins.optimizer, autocast=torch.bfloat16)
+    with twins.step:
+        twins.run(batches(1, seed=8))
+        assert twins.difference() <= TOLERANCE
