@@ -11,7 +11,7 @@ import pytest
 import torch
 import train_cases as cases
 from torch import Tensor, nn
-from train_cases import Twins, batches, equal, largest_difference, model_of, snapshot
+from train_cases import Towers, Twins, batches, equal, largest_difference, model_of, pairs, snapshot
 
 from lf_graph import TrainStep
 
@@ -247,33 +247,6 @@ def test_fractional_weights_divide_by_their_sum_and_no_weight_at_all_changes_not
 
 
 # -- the frozen prefix --------------------------------------------------------------------------------------------
-
-
-class Towers(nn.Module):
-    """A frozen encoder before a trained head; ``functional`` puts a trained weight between them, used in the root."""
-
-    def __init__(self, functional: str = "") -> None:
-        super().__init__()
-        self.functional = functional
-        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8))
-        self.scale = nn.Parameter(torch.ones(6 if functional == "before" else 8))
-        self.head = nn.Linear(8, 1)
-        self.encoder.requires_grad_(False)
-        self.scale.requires_grad_(bool(functional))
-
-    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        if self.functional == "before":
-            x = x * self.scale
-        hidden = self.encoder(x)
-        if self.functional == "after":
-            hidden = hidden * self.scale
-        error = self.head(hidden).squeeze(1) - y
-        return error.square().sum(), torch.full((), float(len(y)))
-
-
-def pairs(count: int) -> list[tuple[Tensor, Tensor]]:
-    draw = torch.Generator().manual_seed(3)
-    return [(torch.randn(4, 6, generator=draw), torch.randn(4, generator=draw)) for _ in range(count)]
 
 
 def frozen_graphs(step: TrainStep) -> list[Any]:

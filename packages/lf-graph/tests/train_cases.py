@@ -54,6 +54,34 @@ class LanguageModel(nn.Module):
         return (losses * counted).sum(), counted.sum()
 
 
+class Towers(nn.Module):
+    """A frozen encoder before a trained head; ``functional`` puts a trained weight between them, used in the root."""
+
+    def __init__(self, functional: str = "") -> None:
+        super().__init__()
+        self.functional = functional
+        self.encoder = nn.Sequential(nn.Linear(6, 8), nn.GELU(), nn.Linear(8, 8))
+        self.scale = nn.Parameter(torch.ones(6 if functional == "before" else 8))
+        self.head = nn.Linear(8, 1)
+        self.encoder.requires_grad_(False)
+        self.scale.requires_grad_(bool(functional))
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        if self.functional == "before":
+            x = x * self.scale
+        hidden = self.encoder(x)
+        if self.functional == "after":
+            hidden = hidden * self.scale
+        error = self.head(hidden).squeeze(1) - y
+        return error.square().sum(), torch.full((), float(len(y)), device=x.device)
+
+
+def pairs(count: int, device: str = "cpu") -> list[tuple[Tensor, Tensor]]:
+    draw = torch.Generator().manual_seed(3)
+    made = [(torch.randn(4, 6, generator=draw), torch.randn(4, generator=draw)) for _ in range(count)]
+    return [(x.to(device), y.to(device)) for x, y in made]
+
+
 def model_of(seed: int = 0, device: str = "cpu", **options: Any) -> LanguageModel:
     torch.manual_seed(seed)
     return LanguageModel(**options).to(device)

@@ -201,6 +201,10 @@ class StockUpdate:
                 "dampening", "torch's SGD leaves it out of the first step", "use dampening=0"
             )
         self.parameters: Sequence[Tensor] = list(found.values())
+        on_cuda = self.parameters[0].device.type == "cuda"
+        if on_cuda and any(not g.get("capturable", True) for g in optimizer.param_groups):
+            kind = type(optimizer).__name__
+            raise OptimizerError(kind, "it counts its steps on the host", "build it with capturable=True")
         self.names: Sequence[str] = [names.get(i, f"parameter {n}") for n, i in enumerate(found)]
         device = self.parameters[0].device
         self.norm = torch.full((), float("nan"), device=device)
