@@ -294,6 +294,39 @@ def test_tied_parameters_stay_tied():
     assert torch.equal(model.embed.weight.grad, expected)
 
 
+def test_code_that_asks_whether_a_capture_is_on_takes_the_branch_of_a_capture():
+    class Asks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.reads = Reads()
+
+        def forward(self, x: Tensor) -> Tensor:
+            capturing = torch.cuda.is_current_stream_capturing()
+            return self.reads(x if capturing or x.sum() > 0 else -x) + capturing
+
+    torch.manual_seed(0)
+    model = Asks()
+    parts = partition(model, X)
+    assert torch.equal(evaluate(parts.specs, {"in0": X})[parts.outputs[0]], model.reads(X) + 1)
+
+
+def test_a_hugging_face_model_is_cut_around_the_layer_that_reads():
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(
+        vocab_size=16, hidden_size=4, intermediate_size=8, num_hidden_layers=3, num_attention_heads=2
+    )
+    model = transformers.LlamaForCausalLM(config).train()
+    model.model.layers[1].mlp = Reads()
+    tokens = torch.arange(12).view(2, 6)
+    call = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    parts = partition(model, **call)
+    assert kinds(parts) == [("piece", "piece0"), ("eager", "model.layers.1.mlp"), ("piece", "piece2")]
+    found = parts.result(parts.chain().capture(tokens, tokens)(tokens, tokens))
+    assert type(found) is type(model(**call))
+    torch.testing.assert_close(found.loss, model(**call).loss)
+
+
 # what cannot be cut
 
 

@@ -22,6 +22,7 @@ from lf_graph._check import check
 from lf_graph._errors import GraphCaptureError, GraphError
 from lf_graph._findings import Finding, Report
 from lf_graph._names import names_behind
+from lf_graph._observe import as_if_capturing
 from lf_graph._preserve import preserved
 from lf_graph._specs import Kind, Spec, evaluate
 from lf_graph._trace import Context, Position, Traced, trace
@@ -94,7 +95,7 @@ def partition(module: nn.Module, *args: Any, **kwargs: Any) -> Partition:
         raise GraphError(
             "partition needs at least one tensor argument, which says for what device and shapes to cut"
         )
-    with preserved(names, tensors):
+    with preserved(names, tensors), as_if_capturing():
         parts = _cut(module, args, kwargs, report, eager) if eager else _whole(module, args, kwargs, report)
     _verify(parts, module, args, kwargs, tensors)
     return parts
@@ -276,7 +277,7 @@ def _verify(
     names = names_behind(module)
 
     def from_here(fn: Callable[[], list[Tensor]]) -> list[Tensor]:
-        with preserved(names, tensors), torch.no_grad():
+        with preserved(names, tensors), as_if_capturing(), torch.no_grad():
             return [t.clone() for t in fn()]
 
     def whole() -> list[Tensor]:

@@ -18,7 +18,7 @@ from lf_graph._findings import Finding
 from lf_graph._frames import is_torchs, locate
 from lf_graph._launches import triton_launches
 from lf_graph._names import Names
-from lf_graph._observe import host_calls
+from lf_graph._observe import as_if_capturing, host_calls
 from lf_graph._preserve import Preserved
 from lf_graph._rules import Verdict, classify, classify_call
 from lf_graph._schema import op_name, writes
@@ -55,7 +55,7 @@ class Watch:
         """See everything that this thread, and the backward it starts, does in the block."""
         with ExitStack() as stack:
             stack.enter_context(_sync_warnings(self) if self._target == "cuda" else ExitStack())
-            stack.enter_context(_as_if_capturing())
+            stack.enter_context(as_if_capturing())
             stack.enter_context(triton_launches(self._launched))
             stack.enter_context(_Operators(self))
             stack.enter_context(_Calls(self))
@@ -202,17 +202,6 @@ class _Calls(TorchFunctionMode):
             result = func(*args, **kwargs)
         self._watch.judge_call(name, args, result)
         return result
-
-
-@contextmanager
-def _as_if_capturing() -> Iterator[None]:
-    """Let code that asks whether a capture is on take the branch of a capture (Hugging Face masks do)."""
-    real = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = real
 
 
 @contextmanager
