@@ -391,6 +391,11 @@ def test_what_follows_python_state_is_named_with_old_and_new(method, op, old, ne
     assert f"{old} -> {new}" in finding.why
 
 
+def test_random_numbers_of_torch_are_the_same_in_every_run_of_a_check():
+    report = check(lambda x: x.sum() * torch.ones(1000)[torch.rand(1000) > 0.5], X)
+    assert kinds(report) == ["data_dependent_shape"]  # and no change of that shape
+
+
 def test_time_in_the_operands_is_a_change():
     assert kinds(check(lambda x: x * time.perf_counter(), X)) == ["changes_between_calls"]
 
