@@ -426,6 +426,12 @@ def test_a_second_set_of_arguments_shows_what_follows_the_data():
     assert "1 -> 2" in finding.why
 
 
+def test_arguments_of_another_shape_are_told_with_old_and_new_and_lead_to_buckets():
+    finding = only(check(lambda x: x * 2, X, again=(torch.ones(5, 3),)), "changes_between_calls")
+    assert "float32[2, 3] -> float32[5, 3]" in finding.why
+    assert "Buckets" in finding.fix
+
+
 def test_other_data_of_the_same_shape_is_no_finding():
     assert kinds(check(lambda x: x * x.sum(), X, again=(X + 1,))) == []
 
@@ -653,6 +659,31 @@ def reseeded(x):
     return x
 
 
+def waits_for_event(x):
+    torch.cuda.Event.synchronize(None)  # at: event
+    return x
+
+
+def asks_event(x):
+    torch.cuda.Event.query(None)  # at: query
+    return x
+
+
+def waits_for_stream(x):
+    torch.cuda.Stream.synchronize(None)  # at: stream_wait
+    return x
+
+
+def empties_cache(x):
+    torch.cuda.empty_cache()  # at: empty_cache
+    return x
+
+
+def forks(x):
+    with torch.random.fork_rng():  # at: fork
+        return x + torch.rand(3)
+
+
 def side_stream(x):
     side = torch.cuda.Stream()  # at: stream
     with torch.cuda.stream(side):
@@ -666,6 +697,11 @@ def side_stream(x):
         (renamed, "synchronize", "torch.cuda.synchronize", "renamed"),
         (rng_state, "rng_state", "torch.cuda.get_rng_state", "rng_state"),
         (reseeded, "rng_state", "torch.manual_seed", "manual_seed"),
+        (waits_for_event, "synchronize", "torch.cuda.Event.synchronize", "event"),
+        (asks_event, "synchronize", "torch.cuda.Event.query", "query"),
+        (waits_for_stream, "synchronize", "torch.cuda.Stream.synchronize", "stream_wait"),
+        (empties_cache, "synchronize", "torch.cuda.empty_cache", "empty_cache"),
+        (forks, "rng_state", "torch.random.fork_rng", "fork"),
         (side_stream, "side_stream", "torch.cuda.Stream", "stream"),
     ],
 )
@@ -684,6 +720,15 @@ def test_a_run_that_ends_at_a_finding_says_so():
 def test_an_error_of_the_function_that_no_finding_explains_is_raised():
     with pytest.raises(KeyError, match="mine"):
         check(lambda x: {}["mine"], X)
+
+
+@pytest.mark.parametrize("options", [{"devices": []}, {"enabled": False}])
+def test_forking_the_hosts_generator_alone_is_no_finding(options):
+    def fn(x):
+        with torch.random.fork_rng(**options):
+            return x + torch.rand(3)
+
+    assert kinds(check(fn, X)) == []
 
 
 def checkpointed(x):

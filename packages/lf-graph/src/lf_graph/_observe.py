@@ -106,6 +106,13 @@ def _by_functorch(frame: FrameType) -> bool:
     return False
 
 
+def _forks(frame: FrameType) -> Verdict | None:
+    """``fork_rng`` reads the states of all devices, unless it is given none or switched off."""
+    devices = frame.f_locals["devices"]
+    only_host = devices is not None and not list(devices)
+    return None if only_host or not frame.f_locals["enabled"] else RNG_STATE
+
+
 def _enters_stream(frame: FrameType) -> Verdict | None:
     return SIDE_STREAM if getattr(frame.f_locals["self"], "stream", None) is not None else None
 
@@ -127,7 +134,7 @@ def _calls() -> list[tuple[str, Any, Judge]]:
         ("torch.cuda.manual_seed_all", cuda.manual_seed_all, _always(RNG_STATE)),
         ("torch.cuda.initial_seed", cuda.initial_seed, _always(RNG_STATE)),
         ("torch.manual_seed", torch.manual_seed, _always(RNG_STATE)),
-        ("torch.random.fork_rng", torch.random.fork_rng, _always(RNG_STATE)),
+        ("torch.random.fork_rng", torch.random.fork_rng, _forks),
         ("torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.checkpoint, _checkpoint),
         ("torch.cuda.Stream", cuda.Stream.__new__, _always(SIDE_STREAM)),
         ("torch.cuda.stream", cuda.StreamContext.__enter__, _enters_stream),
