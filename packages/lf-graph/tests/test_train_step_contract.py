@@ -267,12 +267,12 @@ def test_an_update_that_is_not_finite_changes_nothing_and_is_counted(bad: float,
     with twins.step as step:
         cases.step_update(step, good[:accumulate])
         before = snapshot(twins.ours, twins.optimizer)
-        shadows = [s.detach().clone() for s in step._open().update.shadows().values()]
+        read = [s.detach().clone() for s in step._open().update.stand_ins().values()]
         result = cases.step_update(step, [(good[0][0] * bad,), *good[1:accumulate]])
         assert not torch.isfinite(result)
         assert not torch.isfinite(step.norm)
         assert equal(snapshot(twins.ours, twins.optimizer), before)
-        assert equal(list(step._open().update.shadows().values()), shadows)
+        assert equal(list(step._open().update.stand_ins().values()), read)
         assert int(step.skipped) == 1
         cases.step_update(step, good[accumulate : 2 * accumulate])
         assert torch.isfinite(step.norm)
