@@ -494,15 +494,15 @@ def test_preparing_a_step_trains_nothing() -> None:
 
 
 def test_a_bucket_that_other_batches_of_the_step_displaced_is_counted() -> None:
-    model = Loss(8)
-    step = TrainStep(model, torch.optim.AdamW(model.parameters(), 1e-2), max_graphs=1)
-    buckets = stepped(step, (8,))
-    ids, labels = batches(1, 8)[0]
-    buckets(ids, labels)
-    buckets(ids, labels)
-    with pytest.raises(SignatureError):
-        step(ids[:1], labels[:1], full(ids[:1]))
-    assert buckets.stats().captures == 1
+    step = a_step()
+    buckets = stepped(step, (4, 8))
+    ids = torch.ones(2, 8, dtype=torch.int64)
+    buckets(ids, ids)
+    for width in (5, 6):  # not through the buckets; the step holds two graphs
+        step(ids[:, :width], ids[:, :width], full(ids[:, :width]))
+    buckets(ids, ids)
+    assert [(b.edge, b.captures, b.hits) for b in buckets.stats().buckets] == [(4, 0, 0), (8, 2, 1)]
+    assert step.captures == 4
     step.close()
 
 

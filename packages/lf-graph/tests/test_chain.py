@@ -25,7 +25,7 @@ from lf_graph import (
     SignatureError,
     StaleReplayError,
 )
-from lf_graph._chain import Element
+from lf_graph._elements import Element
 from lf_graph._recorder import RecordedGraph
 
 WIDTH = 4

@@ -57,6 +57,23 @@ def test_a_pool_without_graphs_is_empty() -> None:
     assert pool.bytes == 0
 
 
+def test_an_empty_pool_gets_a_new_handle_and_a_used_one_keeps_its_own() -> None:
+    backend = MeteredBackend()
+    backend.new_pool = object  # type: ignore[method-assign,assignment]
+    pool = GraphPool(backend)
+    first = take(pool, backend, 100, 10)
+    handle = pool.handle
+    second = take(pool, backend, 100, 10)
+    assert pool.handle is handle
+    pool.release(first)
+    third = take(pool, backend, 100, 10)
+    assert pool.handle is handle
+    for owner in (second, third):
+        pool.release(owner)
+    take(pool, backend, 100, 10)
+    assert pool.handle is not handle
+
+
 def test_a_closed_chain_releases_its_memory() -> None:
     backend = MeteredBackend(keeps=50)
     backend.needs = 300

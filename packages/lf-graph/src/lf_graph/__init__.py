@@ -4,7 +4,8 @@ from lf_graph._adamw import Launch
 from lf_graph._bucket_stats import BucketsStats, BucketStats
 from lf_graph._buckets import Buckets
 from lf_graph._capture import Captured, capture
-from lf_graph._chain import Chain, Eager
+from lf_graph._chain import Chain
+from lf_graph._elements import Eager
 from lf_graph._errors import (
     AddressError,
     BudgetError,

@@ -132,10 +132,10 @@ class StepTarget:
             bucket.places = places
             return call.write(places)
 
-        before = self.step.stats().captures
+        before = self.step.captures
         args, kwargs = call.arguments(bucket.places)
         self.step._micro(args, kwargs, load)
-        bucket.captures += self.step.stats().captures - before  # other batches of this step had displaced it
+        bucket.captures += self.step.captures - before  # other batches of this step had displaced it
 
     def eager(self, call: Call) -> Any:
         """A step's gradients are added in its graphs only."""

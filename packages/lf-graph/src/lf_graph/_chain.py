@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -13,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lf_graph._backend import backend_for
+from lf_graph._elements import Eager, Element, Stage, call_eager, resolve, run_eager, stages_of
 from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._gradients import InPlace
 from lf_graph._parallel import require_local
@@ -24,85 +23,11 @@ from lf_graph._static import StaticInputs, copy_into
 from lf_graph._stats import GraphStats
 
 
-@dataclass(frozen=True)
-class Eager:
-    """A function that stays outside of graphs; it may read values back, change shapes inside, communicate.
-
-    Its outputs must have the same shapes and dtypes at every call; they are copied to where the next graph reads.
-    """
-
-    fn: Callable[..., Any]
-    inputs: tuple[str, ...] = ()
-    outputs: tuple[str, ...] = ()
-    name: str = ""
-
-    def modules(self) -> list[nn.Module]:
-        """The modules behind ``fn``."""
-        return Piece(self.fn).modules()
-
-
-Element = Piece | Eager
-
-
-def resolve(elements: Sequence[Element], inputs: Sequence[str]) -> list[Element]:
-    """Fill in what was left out: each element takes what the one before it gave, and names itself.
-
-    Raises:
-        GraphError: an input that nothing before it gives, or a name given twice.
-    """
-    known, last, resolved = set(inputs), tuple(inputs), []
-    for i, element in enumerate(elements):
-        takes = element.inputs or last
-        gives = element.outputs or (f"_{i}",)
-        missing = [n for n in takes if n not in known]
-        twice = [n for n in gives if n in known]
-        if missing or twice:
-            raise GraphError(f"element {i}: nothing before it gives {missing}, given twice: {twice}")
-        name = element.name or f"{type(element).__name__.lower()}{i}"
-        resolved.append(replace(element, inputs=takes, outputs=gives, name=name))
-        known |= set(gives)
-        last = gives
-    return resolved
-
-
-@dataclass
-class _Stage:
-    """Neighbouring pieces as one segment, or one eager element, and the values that it takes and gives."""
-
-    elements: list[Element]
-    inputs: list[str]
-    outputs: list[str]
-    segment: Segment | None = None
-    fixed: list[Tensor] = field(default_factory=list)  # where the segment reads its inputs
-
-    def captured(self) -> Segment:
-        """The segment, which exists after a capture."""
-        if self.segment is None:
-            raise ClosedError("this chain was closed")
-        return self.segment
-
-
-def _stages(elements: Sequence[Element], outputs: Sequence[str]) -> list[_Stage]:
-    groups = itertools.groupby(elements, key=lambda e: isinstance(e, Piece))
-    parts: list[list[Element]] = []
-    for is_piece, group in groups:
-        parts += [list(group)] if is_piece else [[e] for e in group]
-    stages = []
-    for i, part in enumerate(parts):
-        later = {n for p in parts[i + 1 :] for e in p for n in e.inputs} | set(outputs)
-        made = [n for e in part for n in e.outputs]
-        takes = dict.fromkeys(n for e in part for n in e.inputs if n not in made)
-        stages.append(_Stage(part, list(takes), [n for n in made if n in later]))
-    return stages
-
-
 class _Replay(torch.autograd.Function):
     """A segment as one node of the autograd graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, chain: Chain, stage: _Stage, anchor: Tensor, *tensors: Tensor
-    ) -> tuple[Tensor, ...]:
+    def forward(ctx: Any, chain: Chain, stage: Stage, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = chain._replay_forward(stage, tensors)
         ctx.chain, ctx.stage, ctx.token = chain, stage, chain._token
         ctx.set_materialize_grads(False)
@@ -158,7 +83,7 @@ class Chain:
         self.autocast: Autocast = autocast or nullcontext
         self._pool, self._max_bytes = pool, max_bytes
         require_local(m for e in self.elements if isinstance(e, Piece) for m in e.modules())
-        self._stages = _stages(self.elements, self.outputs)
+        self._stages = stages_of(self.elements, self.outputs)
         self._static: StaticInputs | None = None
         self._sink = InPlace()
         self._token: object = None
@@ -230,7 +155,7 @@ class Chain:
         parameters: dict[int, Tensor] = {}
         for stage in self._stages:
             if isinstance(stage.elements[0], Eager):
-                values |= _run_eager(stage.elements[0], values)
+                values |= run_eager(stage.elements[0], values)
                 continue
             pieces = [e for e in stage.elements if isinstance(e, Piece)]
             segment = stage.segment = Segment(pieces, stage.outputs, pool, self.autocast)
@@ -242,7 +167,7 @@ class Chain:
     def _capture_stages(self, values: dict[str, Tensor]) -> None:
         for stage in self._stages:
             if isinstance(stage.elements[0], Eager):
-                values |= _run_eager(stage.elements[0], values)
+                values |= run_eager(stage.elements[0], values)
             else:
                 segment = stage.captured()
                 segment.capture_forward({n: values[n] for n in stage.inputs})
@@ -278,10 +203,10 @@ class Chain:
         results = tuple(values[n] for n in self.outputs)
         return results[0] if len(results) == 1 else results
 
-    def _run_stage(self, stage: _Stage, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _run_stage(self, stage: Stage, values: dict[str, Tensor]) -> dict[str, Tensor]:
         element = stage.elements[0]
         if isinstance(element, Eager):
-            return _call_eager(element, values)
+            return call_eager(element, values)
         tensors = [values[n] for n in stage.inputs]
         outputs: tuple[Tensor, ...] = _Replay.apply(self, stage, self._anchor, *tensors)  # type: ignore[no-untyped-call]
         given = dict(zip(stage.outputs, outputs, strict=True))
@@ -289,7 +214,7 @@ class Chain:
             return given
         return {n: o.clone() if n in self.outputs else o for n, o in given.items()}
 
-    def _replay_forward(self, stage: _Stage, tensors: Sequence[Tensor]) -> list[Tensor]:
+    def _replay_forward(self, stage: Stage, tensors: Sequence[Tensor]) -> list[Tensor]:
         assert self._pool is not None
         self._pool.claim(self._token)
         segment = stage.captured()
@@ -303,7 +228,7 @@ class Chain:
         return [segment.values[n] for n in stage.outputs]
 
     def _replay_backward(
-        self, stage: _Stage, token: object, grads: Sequence[Tensor | None]
+        self, stage: Stage, token: object, grads: Sequence[Tensor | None]
     ) -> list[Tensor | None]:
         self._require_open()
         assert self._pool is not None
@@ -319,7 +244,7 @@ class Chain:
             self._pool.spoil(segment.made(), self._lasting(stage))
         return [self._edge_gradient(segment, n) for n in stage.inputs]
 
-    def _lasting(self, stage: _Stage) -> list[Tensor]:
+    def _lasting(self, stage: Stage) -> list[Tensor]:
         """What may share memory with a stage's values and is good beyond its backward."""
         owned = [t for m in self.modules for t in (*m.parameters(), *m.buffers())]
         return [*owned, *self.parameters, *self._sink.buffers, *stage.fixed, *self._require_open().tensors]
@@ -381,26 +306,6 @@ class Chain:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _call_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    result = element.fn(*[values[n] for n in element.inputs])
-    outputs = result if isinstance(result, (tuple, list)) else (result,)
-    if len(outputs) != len(element.outputs):
-        raise GraphError(f"{element.name} returned {len(outputs)} values, named {list(element.outputs)}")
-    return dict(zip(element.outputs, outputs, strict=True))
-
-
-def _run_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The element's outputs at addresses of their own, where the following graphs will read."""
-    outputs = _call_eager(element, {n: values[n].detach() for n in element.inputs})
-    wants = any(values[n].requires_grad for n in element.inputs)
-    return {n: _place(o, wants) for n, o in outputs.items()}
-
-
-def _place(output: Tensor, wants_gradient: bool) -> Tensor:
-    place = output.detach().clone()
-    return place.requires_grad_(output.requires_grad or (wants_gradient and output.is_floating_point()))
 
 
 def _load(seed: Tensor, grad: Tensor | None) -> None:

@@ -87,6 +87,9 @@ class GraphPool:
     @contextmanager
     def counting(self, owner: object) -> Iterator[None]:
         """Add what is reserved inside the ``with`` block to :attr:`bytes`; ``owner`` keeps what stays in use."""
+        if not self._held:
+            # CUDA's allocator refuses a handle whose last graph is gone (use_count > 0 in create_or_incref_pool)
+            self.handle, self.bytes = self.backend.new_pool(), 0
         reserved, allocated = self.backend.reserved_bytes(), self.backend.allocated_bytes()
         yield
         self.bytes += max(0, self.backend.reserved_bytes() - reserved)
@@ -94,7 +97,8 @@ class GraphPool:
 
     def release(self, owner: object) -> None:
         """``owner`` closed its graphs: others may use its memory; with the last graph the pool is empty."""
-        if self._held.pop(owner, None) is not None and not self._held:
+        self._held.pop(owner, None)
+        if not self._held:
             self.bytes = 0
 
     def spoil(self, tensors: Iterable[Tensor], keep: Iterable[Tensor]) -> None:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from lf_graph._chain import Eager
+from lf_graph._elements import Eager
 from lf_graph._errors import GraphError
 from lf_graph._segment import Piece
 

@@ -242,6 +242,11 @@ class TrainStep:
             self._state.backend.current_stream().wait(self._state.streams.update)
 
     @property
+    def captures(self) -> int:
+        """Signatures captured so far, those closed since included."""
+        return int(self._counts["captures"])
+
+    @property
     def pool(self) -> GraphPool | None:
         """Where the micro-batch graphs lie; None before the first batch."""
         return None if self._state is None else self._state.pool

@@ -1,0 +1,111 @@
+"""What a chain is made of, and how its elements are grouped into what is captured together."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from torch import Tensor, nn
+
+from lf_graph._errors import ClosedError, GraphError
+from lf_graph._segment import Piece, Segment
+
+
+@dataclass(frozen=True)
+class Eager:
+    """A function that stays outside of graphs; it may read values back, change shapes inside, communicate.
+
+    Its outputs must have the same shapes and dtypes at every call; they are copied to where the next graph reads.
+    """
+
+    fn: Callable[..., Any]
+    inputs: tuple[str, ...] = ()
+    outputs: tuple[str, ...] = ()
+    name: str = ""
+
+    def modules(self) -> list[nn.Module]:
+        """The modules behind ``fn``."""
+        return Piece(self.fn).modules()
+
+
+Element = Piece | Eager
+
+
+def resolve(elements: Sequence[Element], inputs: Sequence[str]) -> list[Element]:
+    """Fill in what was left out: each element takes what the one before it gave, and names itself.
+
+    Raises:
+        GraphError: an input that nothing before it gives, or a name given twice.
+    """
+    known, last, resolved = set(inputs), tuple(inputs), []
+    for i, element in enumerate(elements):
+        takes = element.inputs or last
+        gives = element.outputs or (f"_{i}",)
+        missing = [n for n in takes if n not in known]
+        twice = [n for n in gives if n in known]
+        if missing or twice:
+            raise GraphError(f"element {i}: nothing before it gives {missing}, given twice: {twice}")
+        name = element.name or f"{type(element).__name__.lower()}{i}"
+        resolved.append(replace(element, inputs=takes, outputs=gives, name=name))
+        known |= set(gives)
+        last = gives
+    return resolved
+
+
+@dataclass
+class Stage:
+    """Neighbouring pieces as one segment, or one eager element, and the values that it takes and gives."""
+
+    elements: list[Element]
+    inputs: list[str]
+    outputs: list[str]
+    segment: Segment | None = None
+    fixed: list[Tensor] = field(default_factory=list)  # where the segment reads its inputs
+
+    def captured(self) -> Segment:
+        """The segment, which exists after a capture."""
+        if self.segment is None:
+            raise ClosedError("this chain was closed")
+        return self.segment
+
+
+def stages_of(elements: Sequence[Element], outputs: Sequence[str]) -> list[Stage]:
+    """Group neighbouring pieces; a stage gives what later stages or the chain's ``outputs`` need."""
+    groups = itertools.groupby(elements, key=lambda e: isinstance(e, Piece))
+    parts: list[list[Element]] = []
+    for is_piece, group in groups:
+        parts += [list(group)] if is_piece else [[e] for e in group]
+    stages = []
+    for i, part in enumerate(parts):
+        later = {n for p in parts[i + 1 :] for e in p for n in e.inputs} | set(outputs)
+        made = [n for e in part for n in e.outputs]
+        takes = dict.fromkeys(n for e in part for n in e.inputs if n not in made)
+        stages.append(Stage(part, list(takes), [n for n in made if n in later]))
+    return stages
+
+
+def call_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The element's outputs by name.
+
+    Raises:
+        GraphError: it returned another number of values than it named.
+    """
+    result = element.fn(*[values[n] for n in element.inputs])
+    outputs = result if isinstance(result, (tuple, list)) else (result,)
+    if len(outputs) != len(element.outputs):
+        raise GraphError(f"{element.name} returned {len(outputs)} values, named {list(element.outputs)}")
+    return dict(zip(element.outputs, outputs, strict=True))
+
+
+def run_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The element's outputs at addresses of their own, where the following graphs will read."""
+    outputs = call_eager(element, {n: values[n].detach() for n in element.inputs})
+    wants = any(values[n].requires_grad for n in element.inputs)
+    return {n: _place(o, wants) for n, o in outputs.items()}
+
+
+def _place(output: Tensor, wants_gradient: bool) -> Tensor:
+    place = output.detach().clone()
+    return place.requires_grad_(output.requires_grad or (wants_gradient and output.is_floating_point()))
