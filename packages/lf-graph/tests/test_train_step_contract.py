@@ -164,6 +164,8 @@ def test_another_constant_is_refused() -> None:
         step(*batches(1)[0], 1.0)
         with pytest.raises(SignatureError, match=r"args\[2\]: 1.0 -> 2.0"):
             step(*batches(1)[0], 2.0)
+        with pytest.raises(SignatureError, match=r"args\[2\]: 1.0 -> True"):
+            step(*batches(1)[0], True)
 
 
 def test_the_mode_of_the_model_is_part_of_the_graph() -> None:
@@ -171,7 +173,11 @@ def test_the_mode_of_the_model_is_part_of_the_graph() -> None:
     with TrainStep(model, cases.adamw(model)) as step:
         step(*batches(1)[0])
         model.eval()
-        with pytest.raises(SignatureError, match=r"training: \[True\] -> \[False\]"):
+        with pytest.raises(SignatureError, match=r"training of a \w+: True -> False"):
+            step(*batches(1)[0])
+        model.train()
+        next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # a part of it counts too
+        with pytest.raises(SignatureError, match=r"training of a Dropout: True -> False$"):
             step(*batches(1)[0])
         model.train()
         step(*batches(1)[0])

@@ -12,8 +12,9 @@ from torch.autograd.function import once_differentiable
 
 from lf_graph._backend import backend_for
 from lf_graph._elements import Eager, Element, Stage, call_eager, resolve, run_eager, stages_of
-from lf_graph._errors import ClosedError, GraphError, SignatureError
+from lf_graph._errors import ClosedError, GraphError
 from lf_graph._gradients import InPlace
+from lf_graph._modes import TrainingModes
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
@@ -89,8 +90,7 @@ class Chain:
         self._token: object = None
         self._anchor: Tensor | None = None
         self._between = {n for s in self._stages if isinstance(s.elements[0], Piece) for n in s.outputs}
-        self._submodules: list[nn.Module] = []
-        self._flags: list[bool] = []
+        self._modes = TrainingModes(())
         self._captures = self._replays = self._copies = 0
 
     @property
@@ -135,8 +135,7 @@ class Chain:
         except BaseException:
             self._release()
             raise
-        self._submodules = list(dict.fromkeys(m for root in self.modules for m in root.modules()))
-        self._flags = [m.training for m in self._submodules]
+        self._modes = TrainingModes(self.modules)
         self._captures += 1
         return self
 
@@ -193,7 +192,7 @@ class Chain:
         """
         static = self._require_open()
         tensors = static.require(self.name, args, {})
-        self._require_flags()
+        self._modes.require(self.name)
         self._sink.verify(self.name)
         self._token = object()
         self._copies += copy_into(static.tensors, tensors)
@@ -260,13 +259,6 @@ class Chain:
         if self._static is None:
             raise ClosedError(f"{self.name} is not captured: call capture() with sample inputs first")
         return self._static
-
-    def _require_flags(self) -> None:
-        now = [m.training for m in self._submodules]
-        if now != self._flags:
-            changed = zip(self._submodules, self._flags, now, strict=True)
-            found = [f"training of a {type(m).__name__}: {a} -> {b}" for m, a, b in changed if a is not b]
-            raise SignatureError(self.name, found)
 
     # -- the rest -----------------------------------------------------------------------------------------------
 

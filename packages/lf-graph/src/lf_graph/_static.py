@@ -38,8 +38,16 @@ class Signature:
     structure: pytree.TreeSpec
     leaves: tuple[Any, ...]  # TensorSpec, or the value itself
 
+    def same(self, other: Signature) -> bool:
+        """Whether there is no difference; 1, 1.0 and True are three values."""
+        if self.structure != other.structure:
+            return False
+        return all(_same(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
+
     def differences(self, other: Signature) -> list[str]:
         """Each difference as ``path: old -> new``."""
+        if self.same(other):
+            return []
         if self.structure != other.structure:
             return [f"structure: {self.structure} -> {other.structure}"]
         paths = _paths(self.structure)
@@ -109,10 +117,8 @@ class StaticInputs:
             SignatureError: naming each difference.
         """
         found = signature_of(args, kwargs)
-        if found.leaves != self.signature.leaves or found.structure != self.signature.structure:
-            differences = self.signature.differences(found)
-            if differences:
-                raise SignatureError(name, differences)
+        if differences := self.signature.differences(found):
+            raise SignatureError(name, differences)
         return tensors_of(args, kwargs)
 
     def nbytes(self) -> int:

@@ -12,8 +12,9 @@ from torch import Tensor, nn
 
 from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
 from lf_graph._cut import first_trainable
-from lf_graph._errors import GraphError, SignatureError
+from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
+from lf_graph._modes import TrainingModes
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Frozen, Piece, Segment
@@ -94,7 +95,7 @@ class MicroGraph:
         self.recipe, self.static, self.pool = recipe, static, pool
         self._totals = totals
         self._kept: list[Any] = []
-        self._training = [root.training for root in recipe.roots]
+        self._modes = TrainingModes(recipe.roots)
         self._function = LossFunction(recipe.loss, static.signature, totals)
         self.segment = self._segment(self._function)
 
@@ -156,14 +157,8 @@ class MicroGraph:
         return stack
 
     def require_mode(self, name: str) -> None:
-        """Refuse to replay another mode than was captured: a graph holds its dropout, or its absence.
-
-        Raises:
-            SignatureError: ``train()`` or ``eval()`` was called since.
-        """
-        now = [root.training for root in self.recipe.roots]
-        if now != self._training:
-            raise SignatureError(name, [f"model.training: {self._training} -> {now}"])
+        """See :meth:`TrainingModes.require`."""
+        self._modes.require(name)
 
     def replay_frozen(self) -> None:
         """What reads no trainable parameter."""

@@ -456,7 +456,7 @@ class _State:
         """The graph of a signature, now the most recently used."""
         for i, graph in enumerate(self.graphs):
             known = graph.static.signature
-            if known.leaves == signature.leaves and known.structure == signature.structure:
+            if known.same(signature):
                 self.graphs.append(self.graphs.pop(i))
                 return graph
         return None
