@@ -254,9 +254,28 @@ def test_lengths_are_filled_where_the_caller_leaves_them_out() -> None:
     assert buckets(x).tolist() == [3, 3]
     assert buckets(x[:, :2]).tolist() == [2, 2]
     assert buckets(torch.ones(2, 5), lengths=None).tolist() == [5, 5]
+    assert Buckets(fn, (4,), dims={"x": 1}, lengths="lengths")(x, None).tolist() == [3, 3]
     given = Buckets(fn, (4,), dims={"x": 1}, lengths="lengths")
     assert given(x, torch.tensor([3, 1])).tolist() == [3, 1]
     assert given(x, torch.tensor([2, 3])).tolist() == [2, 3]
+
+
+def test_inputs_need_not_be_contiguous() -> None:
+    buckets = Buckets(square, (8,), unpad=1)
+    for view in (torch.randn(5, 2).t(), torch.randn(2, 10)[:, ::2], torch.randn(1, 5).expand(2, 5)):
+        assert torch.equal(buckets(view), view * view)
+
+
+def test_a_host_number_that_follows_the_length_is_refused_not_frozen() -> None:
+    """A2: ``max_seqlen`` as it was at the capture gave wrong attention silently."""
+
+    def fn(x: Tensor, max_seqlen: int) -> Tensor:
+        return x * max_seqlen
+
+    buckets = Buckets(fn, (8,), dims={"x": 1})
+    buckets(torch.ones(1, 5), 5)
+    with pytest.raises(SignatureError, match=r"args\[1\]: 5 -> 6"):
+        buckets(torch.ones(1, 6), 6)
 
 
 class Operators(TorchDispatchMode):

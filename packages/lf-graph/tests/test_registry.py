@@ -76,6 +76,19 @@ def test_what_nobody_holds_is_forgotten() -> None:
     assert names() == []
 
 
+def test_a_chain_whose_second_capture_fails_is_not_listed() -> None:
+    faulty = [False]
+
+    def fn(x: Tensor) -> Tensor:
+        return x * x.sum().item() if faulty[0] else x * x
+
+    chain = Chain([Piece(fn)], name="chain").capture(torch.ones(2))
+    faulty[0] = True
+    with pytest.raises(GraphCaptureError):
+        chain.capture(torch.ones(2))
+    assert names() == []
+
+
 def test_a_failed_capture_is_not_listed() -> None:
     with pytest.raises(GraphCaptureError) as kept:  # the traceback holds the chain
         capture(lambda x: x * x.sum().item(), torch.ones(2))

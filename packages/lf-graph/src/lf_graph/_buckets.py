@@ -155,9 +155,10 @@ class Buckets:
         return self._step().update()
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
-        """Capture all buckets now, from one sample call, and run none of them.
+        """Capture all buckets now, from one sample call of any length, and run none of them.
 
-        The largest comes first: smaller ones then find their memory in the pool.
+        The largest comes first: smaller ones then find their memory in the pool. With fewer ``max_graphs`` than edges,
+        the smallest are captured.
         """
         call = self._read(args, kwargs)
         for edge in reversed(self.edges[: self.max_graphs]):
@@ -201,7 +202,7 @@ class Buckets:
     def _read(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
         if self._closed:
             raise ClosedError(f"{self.name} was closed")
-        leaves, structure = pytree.tree_flatten((args, self._with_lengths(args, kwargs)))
+        leaves, structure = pytree.tree_flatten(self._with_lengths(args, kwargs))
         plan = self._plan(structure, leaves)
         tensors = [x for x in leaves if is_tensor(x)]
         length = length_of(plan, tensors)
@@ -209,12 +210,17 @@ class Buckets:
         rows = 1 if pad.dim % first.dim() == 0 else first.shape[0]
         return Call(structure, tuple(leaves), plan, length, rows)
 
-    def _with_lengths(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    def _with_lengths(
+        self, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The call with :data:`FILL` where lengths are wanted and not given."""
         name, positional = self._lengths, self._target.positional
-        given_by_position = name in positional[: len(args)]
-        if name is None or given_by_position or kwargs.get(name) is not None:
-            return kwargs
-        return {**kwargs, name: FILL}
+        if name is None:
+            return args, kwargs
+        if name in positional[: len(args)]:
+            at = positional.index(name)
+            return (*args[:at], FILL if args[at] is None else args[at], *args[at + 1 :]), kwargs
+        return args, kwargs if kwargs.get(name) is not None else {**kwargs, name: FILL}
 
     def _plan(self, structure: pytree.TreeSpec, leaves: list[Any]) -> PaddingPlan:
         which = [is_tensor(x) for x in leaves]

@@ -151,11 +151,10 @@ def _try(chain: Chain, tensors: Sequence[Tensor], forgive: bool) -> str:
     """Capture; returns why it was not possible, if that is to be forgiven."""
     try:
         chain.capture(*tensors)
-    except BaseException as e:
-        forget(chain)
-        if forgive and isinstance(e, GraphCaptureError | BudgetError):
-            return f"{type(e).__name__}: {e}"
-        raise
+    except (GraphCaptureError, BudgetError) as e:
+        if not forgive:
+            raise
+        return f"{type(e).__name__}: {e}"
     return ""
 
 

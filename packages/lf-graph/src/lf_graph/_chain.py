@@ -122,7 +122,6 @@ class Chain:
             BudgetError: the graphs would need more memory than allowed.
         """
         self._release()
-        register(self)
         if len(args) != len(self.inputs):
             raise GraphError(f"{self.name} takes {list(self.inputs)}, got {len(args)} tensors")
         pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
@@ -137,6 +136,7 @@ class Chain:
             raise
         self._modes = TrainingModes(self.modules)
         self._captures += 1
+        register(self)
         return self
 
     def _capture(self, pool: GraphPool, static: StaticInputs, runs: int) -> None:
@@ -282,7 +282,6 @@ class Chain:
         if self._pool is not None:
             self._pool.backend.synchronize()
         self._release()
-        forget(self)
 
     def _release(self) -> None:
         for stage in self._stages:
@@ -292,6 +291,7 @@ class Chain:
         self._static, self._sink = None, InPlace()
         if self._pool is not None:
             self._pool.release(self)
+        forget(self)
 
     def __enter__(self) -> Chain:
         return self
