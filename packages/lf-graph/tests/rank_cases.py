@@ -1,4 +1,4 @@
-"""What the ranks of test_reduce.py run. Importable by name, because spawned processes look functions up."""
+"""What the ranks of test_reduce.py and test_cuda.py run; importable, because a new process finds functions by name."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class Net(nn.Module):
         return (error * weight).sum(), weight.sum()
 
 
-def net(rank: int = 0, normalize: bool = False) -> Net:
+def net(rank: int = 0, normalize: bool = False, device: str = "cpu") -> Net:
     """The same weights wherever ``rank`` is 0; others show that somebody sent rank 0's."""
     torch.manual_seed(rank)
-    return Net(normalize)
+    return Net(normalize).to(device)
 
 
-def batches(rank: int, count: int) -> list[tuple[Tensor, Tensor, Tensor]]:
+def batches(rank: int, count: int, device: str = "cpu") -> list[tuple[Tensor, Tensor, Tensor]]:
     """Ragged micro-batches: each rank and each batch has another number of rows that count."""
     draw = torch.Generator().manual_seed(100 + rank)
     made = []
     for i in range(count):
         x, y = torch.randn(8, 6, generator=draw), torch.randn(8, 3, generator=draw)
         rows = 1 + (3 * i + 5 * rank) % 8
-        made.append((x, y, (torch.arange(8) < rows).float()))
+        made.append((x.to(device), y.to(device), (torch.arange(8) < rows).float().to(device)))
     return made
 
 
@@ -60,7 +60,7 @@ def sgd(model: nn.Module) -> torch.optim.Optimizer:
 
 def values(model: nn.Module) -> list[Any]:
     """Parameters and buffers as arrays, which travel between processes without sharing memory."""
-    return [t.detach().numpy().copy() for t in model.state_dict().values()]
+    return [t.detach().cpu().numpy().copy() for t in model.state_dict().values()]
 
 
 def eager_ddp(
@@ -78,7 +78,11 @@ def eager_ddp(
         dist.all_reduce(count)
         for i, micro in enumerate(group):
             quiet = model.no_sync() if i + 1 < len(group) else nullcontext()
-            cast = torch.autocast("cpu", autocast) if autocast else nullcontext()
+            cast = (
+                torch.autocast(micro[0].device.type, autocast, cache_enabled=False)
+                if autocast
+                else nullcontext()
+            )
             with quiet, cast:
                 total, _ = model(*micro)
                 total.backward()
@@ -108,12 +112,13 @@ def twins(
     normalize: bool = False,
     updates: int = 5,
     wire: torch.dtype | None = None,
+    device: str = "cpu",
 ) -> tuple[list[Any], list[Any], dict[str, str]]:
     """(weights of DDP's eager loop, weights of TrainStep, its info()) after the same batches."""
-    micros = batches(rank, updates * accumulate)
-    plain = DDP(net(rank, normalize))
+    micros = batches(rank, updates * accumulate, device)
+    plain = DDP(net(rank, normalize, device))
     eager_ddp(plain, build(plain), micros, accumulate, clip, autocast)
-    model = DDP(net(rank, normalize)) if wrapped else net(0, normalize)
+    model = DDP(net(rank, normalize, device)) if wrapped else net(0, normalize, device)
     reduce = None if wrapped and wire is None else AllReduce(bucket_bytes=SMALL_BUCKETS, dtype=wire)
     step = TrainStep(model, build(model), accumulate=accumulate, clip=clip, autocast=autocast, reduce=reduce)
     with step:

@@ -1,4 +1,4 @@
-"""Two real Gloo ranks that stay alive over many tests: starting torch twice costs more than most tests."""
+"""Real Gloo or NCCL ranks that stay alive over many tests: starting torch twice costs more than most tests."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ class RankError(Exception):
     """A rank raised; the message is its traceback."""
 
 
-def serve(rank: int, world: int, store: str, connection: Connection) -> None:
+def serve(rank: int, world: int, store: str, connection: Connection, backend: str) -> None:
     """A rank: run the functions that come through ``connection`` until None comes."""
     torch.set_num_threads(1)
+    if backend == "nccl":
+        os.environ.setdefault(
+            "NCCL_NVLS_ENABLE", "0"
+        )  # NVLink multicast needs a fabric manager that allows it
+        torch.cuda.set_device(rank)
     dist.init_process_group(
-        "gloo",
+        backend,
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
@@ -41,9 +46,9 @@ def serve(rank: int, world: int, store: str, connection: Connection) -> None:
 
 
 class Ranks:
-    """``world`` processes in one Gloo group; :meth:`call` runs a function on all of them."""
+    """``world`` processes in one group; :meth:`call` runs a function on all of them."""
 
-    def __init__(self, world: int = 2) -> None:
+    def __init__(self, world: int = 2, backend: str = "gloo") -> None:
         self._folder = tempfile.TemporaryDirectory()
         store = os.path.join(self._folder.name, "store")
         context = mp.get_context("forkserver")  # one import of torch for all ranks of all tests
@@ -52,7 +57,7 @@ class Ranks:
         self._processes = []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=serve, args=(rank, world, store, theirs), daemon=True)
+            process = context.Process(target=serve, args=(rank, world, store, theirs, backend), daemon=True)
             process.start()
             theirs.close()
             self._ours.append(ours)

@@ -11,9 +11,11 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
+import rank_cases
 import torch
 import torch.distributed as dist
 import train_cases as cases
+from ranks import Ranks
 from torch import Tensor, nn
 from train_cases import Towers, Twins, batches, equal, largest_difference, model_of, pairs, snapshot
 
@@ -440,3 +442,21 @@ def test_one_nccl_rank_changes_nothing_and_waits_for_nothing() -> None:
             cases.step_update(twins.step, micros[2 * i : 2 * i + 2])
     assert reduce.collectives > 6 * 2
     assert largest_difference(alone, twins.ours) == 0.0
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+def test_two_nccl_ranks_train_like_ddp_and_stay_equal() -> None:
+    pair = Ranks(2, backend="nccl")
+    try:
+        for options in ({}, {"accumulate": 2, "clip": 0.5}, {"accumulate": 2, "autocast": torch.bfloat16}):
+            first, second = pair.call(rank_cases.twins, wrapped=True, device="cuda", **options)
+            for plain, ours in zip(first[0], first[1], strict=True):
+                assert abs(plain - ours).max() <= (MANY_BF16_STEPS if "autocast" in options else TOLERANCE)
+            assert all(a.tobytes() == b.tobytes() for a, b in zip(first[1], second[1], strict=True))
+        first, second = pair.call(
+            rank_cases.twins, wrapped=True, device="cuda", normalize=True, build=rank_cases.sgd
+        )
+        for plain, ours in zip(first[0], first[1], strict=True):
+            assert abs(plain - ours).max() <= 1e-5  # running statistics of rank 0 too
+    finally:
+        pair.close()
