@@ -20,10 +20,16 @@ class Direct:
 
     def take(self, parameters: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
         """Keep, or add to what an earlier piece gave for a tied weight."""
+        # an addition of two parameters hands one tensor to both; optimizers scale gradients in place
+        taken = {g.data_ptr() for g in self.gradients if g is not None}
         for parameter, grad in zip(parameters, gradients, strict=True):
             i = self._index[id(parameter)]
             known = self.gradients[i]
-            self.gradients[i] = grad if known is None else known.add_(grad)
+            if known is not None:
+                known.add_(grad)
+                continue
+            self.gradients[i] = grad.clone() if grad.data_ptr() in taken else grad
+            taken.add(grad.data_ptr())
 
 
 class Into:
