@@ -183,6 +183,27 @@ def test_the_mode_of_the_model_is_part_of_the_graph() -> None:
         step(*batches(1)[0])
 
 
+class FrozenInEval(cases.Towers):
+    """Puts its frozen tower into eval() in every forward, as GR00T does."""
+
+    def forward(self, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        self.encoder.eval()
+        return super().forward(x, y)
+
+
+def test_a_forward_may_set_the_mode_of_frozen_parts_by_itself() -> None:
+    model = FrozenInEval()
+    with TrainStep(model, cases.adamw(model), overlap=True) as step:
+        for batch in cases.pairs(3):
+            step(*batch)
+        model.train()  # at the start of an epoch: the next forward would undo it for the encoder
+        step(*cases.pairs(1)[0])
+        model.head.eval()
+        with pytest.raises(SignatureError, match="training of a Linear: True -> False"):
+            step(*cases.pairs(1)[0])
+    assert type(model).train is nn.Module.train
+
+
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_two_graphs_hold_two_shapes_and_the_least_recently_used_goes_first(accumulate: int) -> None:
     twins = Twins(accumulate=accumulate, max_graphs=2, clip=0.5)

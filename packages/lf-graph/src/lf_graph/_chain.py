@@ -125,8 +125,9 @@ class Chain:
         if len(args) != len(self.inputs):
             raise GraphError(f"{self.name} takes {list(self.inputs)}, got {len(args)} tensors")
         pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
+        modes = TrainingModes(self.modules)
         try:
-            with restored(pool.backend, buffers_of(self.modules)), pool.backend.preparing():
+            with modes.watching(), restored(pool.backend, buffers_of(self.modules)), pool.backend.preparing():
                 stand_ins = aliases(p for m in self.modules for p in m.parameters())
                 self._sink = InPlace(stand_ins)
                 with swapped(self.modules, stand_ins):
@@ -134,7 +135,7 @@ class Chain:
         except BaseException:
             self._release()
             raise
-        self._modes = TrainingModes(self.modules)
+        self._modes = modes
         self._captures += 1
         register(self)
         return self

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -15,6 +16,27 @@ class TrainingModes:
     def __init__(self, roots: Iterable[nn.Module]) -> None:
         self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self._flags = [m.training for m in self._modules]
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        """Leave out the modules whose mode the captured function sets by itself, inside the ``with`` block.
+
+        GR00T puts its frozen towers into ``eval()`` in every forward: whatever the caller left there does not matter.
+        """
+        original, touched = nn.Module.train, set()
+
+        def train(module: nn.Module, mode: bool = True) -> nn.Module:
+            touched.add(id(module))
+            return original(module, mode)
+
+        nn.Module.train = train  # type: ignore[assignment, method-assign]  # eval() and the children come through here too
+        try:
+            yield
+        finally:
+            nn.Module.train = original  # type: ignore[method-assign]
+            known = zip(self._modules, self._flags, strict=True)
+            kept = [(m, flag) for m, flag in known if id(m) not in touched and m.training == flag]
+            self._modules, self._flags = [m for m, _ in kept], [flag for _, flag in kept]
 
     def require(self, name: str) -> None:
         """Refuse to replay in another mode.

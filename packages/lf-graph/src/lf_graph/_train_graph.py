@@ -115,6 +115,7 @@ class MicroGraph:
         backend, recipe = self.pool.backend, self.recipe
         values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
         with ExitStack() as stack:
+            stack.enter_context(self._modes.watching())
             stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
