@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -201,7 +203,7 @@ def different_options(rank: int) -> str:
     return ""
 
 
-def peer_dies(rank: int) -> dict[str, Any]:
+def peer_dies(rank: int, flag: Path) -> dict[str, Any]:
     """Rank 1 vanishes between a micro-batch and its update; what rank 0 sees."""
     model, micros = net(), batches(rank, 2)
     step = TrainStep(model, adamw(model), reduce=AllReduce(bucket_bytes=SMALL_BUCKETS))
@@ -209,7 +211,10 @@ def peer_dies(rank: int) -> dict[str, Any]:
     before = values(model)
     step.micro(*micros[1])
     if rank == 1:
+        while not flag.exists():  # an earlier end could take the first step's last bytes with it
+            time.sleep(0.01)
         os._exit(1)
+    flag.touch()
     found: dict[str, Any] = {"before": before}
     for name, act in (
         ("first", step.update),

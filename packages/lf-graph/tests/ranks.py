@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import os
 import tempfile
@@ -82,14 +83,14 @@ class Ranks:
             return None, f"no answer in {PATIENCE:.0f} s"
         try:
             answer: tuple[Any, str] = self._ours[rank].recv()
-        except EOFError:
+        except (EOFError, ConnectionResetError):
             return None, ""
         return answer
 
     def close(self) -> None:
         """End the processes."""
-        for connection, process in zip(self._ours, self._processes, strict=True):
-            if process.is_alive():
+        for connection in self._ours:
+            with contextlib.suppress(BrokenPipeError):  # it died
                 connection.send(None)
         for process in self._processes:
             process.join(10)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -157,10 +158,10 @@ def test_ranks_that_cut_other_buckets_are_told_before_they_hang(ranks: Ranks) ->
         assert f"bucket_bytes={256 * (1 + rank)}" in said
 
 
-def test_a_dead_peer_is_an_error_and_the_step_can_be_closed() -> None:
+def test_a_dead_peer_is_an_error_and_the_step_can_be_closed(tmp_path: Path) -> None:
     pair = Ranks(2)
     try:
-        found, nothing = pair.call(cases.peer_dies)
+        found, nothing = pair.call(cases.peer_dies, flag=tmp_path / "first step done")
     finally:
         pair.close()
     assert nothing is None  # rank 1 died
