@@ -73,13 +73,13 @@ class Case:
 class Prepared:
     """A row ready to run.
 
-    ``step`` does one whole optimizer step and returns the loss of its forward, still on the device; ``restart`` puts
+    ``step`` does one whole optimizer step; ``loss_of`` its result is the loss, still on the device; ``restart`` puts
     the initial weights back and forgets the optimizer's moments, at unchanged addresses. ``feeds`` are the tensors
     that ``step`` reads its batch from (any nesting); curves.py copies every step's batch there. ``facts`` tells what
     the row chose by itself, once it ran.
     """
 
-    step: Callable[[], Tensor]
+    step: Callable[[], Any]
     restart: Callable[[], None]
     join: Callable[[], None] = lambda: None
     pipelined: bool = False
@@ -87,6 +87,7 @@ class Prepared:
     trainable: int = 0
     facts: Callable[[], dict[str, Any]] = dict
     feeds: Any = None
+    loss_of: Callable[[Any], Tensor] = lambda result: result
 
     def feed(self, batch: Any) -> None:
         """Let the next steps compute ``batch``, which is nested as ``feeds``."""
@@ -234,7 +235,7 @@ def first_losses(prepared: Prepared, seed: int, steps: int = 3) -> list[float]:
     """Losses of the first steps from the initial weights, with the dropout of ``seed``."""
     prepared.restart()
     torch.manual_seed(seed)
-    return [float(prepared.step().detach().clone()) for _ in range(steps)]
+    return [float(prepared.loss_of(prepared.step()).detach().clone()) for _ in range(steps)]
 
 
 def clean(device: torch.device) -> None:

@@ -11,7 +11,7 @@ from measure import Case, Prepared, Row, forget_moments, reload_weights
 from stock import LEARNING_RATE
 from workloads import Workload
 
-from lf_graph import Launch, TrainStep
+from lf_graph import Launch, StepResult, TrainStep
 
 
 @dataclass(frozen=True)
@@ -46,8 +46,8 @@ def prepare(case: Case, ours: Ours) -> Prepared:
     )
     batch = case.inputs()
 
-    def run() -> torch.Tensor:
-        return step(*batch).loss
+    def run() -> StepResult:
+        return step(*batch)  # its loss is not read: that would wait for the step
 
     def restart() -> None:
         step.join()
@@ -64,6 +64,7 @@ def prepare(case: Case, ours: Ours) -> Prepared:
         trainable=sum(p.numel() for p in trained),
         facts=step.info,
         feeds=batch,
+        loss_of=lambda result: result.loss,
     )
 
 

@@ -268,8 +268,10 @@ def test_a_frozen_prefix_reads_nothing_that_the_optimizer_writes(functional: str
         twins.run(pairs(6 * accumulate))
         assert twins.difference() <= TOLERANCE
         graphs = frozen_graphs(step)
-        assert step.info()["frozen prefix"] == ("none" if functional == "before" else "graph of its own")
-        assert len(graphs) == (0 if functional == "before" else 1)
+        assert step.info()["frozen prefix"].startswith(
+            "none" if functional == "before" else "a graph of its own"
+        )
+        assert len(graphs) == (0 if functional == "before" else 2)  # they take turns
         trained = {p.untyped_storage()._cdata for p in twins.ours.parameters() if p.requires_grad}
         assert all(g.operations > 0 and not storages_read(g) & trained for g in graphs)
 

@@ -24,7 +24,8 @@ from lf_graph._reduce import AllReduce
 from lf_graph._registry import close, stats
 from lf_graph._segment import Piece
 from lf_graph._stats import GraphStats
-from lf_graph._train_step import StepResult, TrainStep
+from lf_graph._step_result import StepResult
+from lf_graph._train_step import TrainStep
 
 __version__ = "0.1.0"
 

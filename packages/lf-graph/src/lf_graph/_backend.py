@@ -46,7 +46,15 @@ class Stream(Protocol):
     """An ordered queue of device work; the recorder's streams do nothing, because it runs everything in order."""
 
     def wait(self, other: Any) -> None:
-        """Let later work here start after everything queued on ``other`` so far."""
+        """Let later work here start after everything queued so far on ``other``, or before a mark."""
+        ...
+
+    def mark(self) -> Any:
+        """Everything queued here so far, to be waited for."""
+        ...
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Keep the memory of ``tensor``, which belongs to another stream, until work queued here is done."""
         ...
 
     def use(self) -> AbstractContextManager[None]:

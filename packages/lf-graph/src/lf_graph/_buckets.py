@@ -30,7 +30,8 @@ from lf_graph._padding import (
 )
 from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
-from lf_graph._train_step import StepResult, TrainStep
+from lf_graph._step_result import StepResult
+from lf_graph._train_step import TrainStep
 
 
 class Buckets:

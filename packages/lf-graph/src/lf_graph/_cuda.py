@@ -69,9 +69,21 @@ class CudaStream:
         self.stream = stream
 
     def wait(self, other: Any) -> None:
-        """Let later work here start after everything queued on ``other`` so far."""
-        if other.stream != self.stream:
+        """Let later work here start after everything queued so far on ``other``, or before a mark."""
+        if isinstance(other, torch.cuda.Event):
+            self.stream.wait_event(other)
+        elif other.stream != self.stream:
             self.stream.wait_stream(other.stream)
+
+    def mark(self) -> torch.cuda.Event:
+        """An event behind everything queued here so far."""
+        event = torch.cuda.Event()
+        event.record(self.stream)
+        return event
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Tell the allocator that this stream uses ``tensor``."""
+        tensor.record_stream(self.stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:

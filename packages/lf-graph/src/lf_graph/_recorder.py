@@ -173,6 +173,12 @@ class _NullStream:
     def wait(self, other: object) -> None:
         """Nothing to wait for."""
 
+    def mark(self) -> None:
+        """Nothing is ever pending."""
+
+    def hold(self, tensor: Tensor) -> None:
+        """Nothing is ever pending."""
+
     @contextmanager
     def use(self) -> Iterator[None]:
         """No change."""

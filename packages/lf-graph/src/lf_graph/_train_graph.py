@@ -94,6 +94,8 @@ class MicroGraph:
     def __init__(self, recipe: Recipe, static: StaticInputs, totals: Tensor, pool: GraphPool) -> None:
         self.recipe, self.static, self.pool = recipe, static, pool
         self._totals = totals
+        self.done: Any = None  # mark behind the last replay, which reads what the next load overwrites
+        self.gradients: Any = None  # how the optimizer finds the gradients of this graph
         self._kept: list[Any] = []
         self._modes = TrainingModes(recipe.roots)
         self._function = LossFunction(recipe.loss, static.signature, totals)
@@ -160,6 +162,11 @@ class MicroGraph:
     def require_mode(self, name: str) -> None:
         """See :meth:`TrainingModes.require`."""
         self._modes.require(name)
+
+    @property
+    def has_frozen_prefix(self) -> bool:
+        """Whether a part without trainable parameters was cut off."""
+        return any(c.frozen is not None for c in self.segment.captured)
 
     def replay_frozen(self) -> None:
         """What reads no trainable parameter."""

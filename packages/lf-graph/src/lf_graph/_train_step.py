@@ -4,14 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lf_graph._adamw import Launch
-from lf_graph._backend import Backend, Graph, Stream, backend_for
+from lf_graph._backend import Backend, backend_for
 from lf_graph._compile import CompileMode, require_no_own_graphs
 from lf_graph._errors import AddressError, ClosedError, GraphError, SignatureError
 from lf_graph._parallel import Reduce, unwrap
@@ -20,36 +19,15 @@ from lf_graph._registry import forget, register
 from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
 from lf_graph._sinks import Direct, Into, require_all_used
-from lf_graph._static import Signature, StaticInputs, copy_into, signature_of, tensors_of
+from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
+from lf_graph._step_result import StepResult
+from lf_graph._step_state import StepState, copies_of
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import make_update
 from lf_graph._uses import parameter_uses
 
-
-@dataclass(frozen=True)
-class StepResult:
-    """What a step reports; tensors on the device, nothing was waited for.
-
-    Attributes:
-        loss: float32 [], mean loss of the update (sum / count over all micro-batches and ranks).
-        count: float32 [], what it is the mean of.
-    """
-
-    loss: Tensor
-    count: Tensor
-
-
 Load = Callable[[list[Tensor]], int]
-
-
-@dataclass(frozen=True)
-class Streams:
-    """``main`` runs what is trained, ``side`` the frozen prefix, ``update`` the optimizer."""
-
-    main: Stream
-    side: Stream
-    update: Stream
 
 
 class TrainStep:
@@ -73,8 +51,9 @@ class TrainStep:
         compile_options: for Inductor.
         shadows: False keeps all parameters as they are.
         fused: True insists on the flat AdamW, False on the optimizer as it is.
-        overlap: let the frozen prefix of the next step run beside the optimizer. Then parameters and optimizer
-            state may only be read after :meth:`join`; their ``state_dict()`` does that by itself.
+        overlap: let the frozen prefix of the next step run beside the rest of this one; the graphs are then captured
+            twice, to take turns. Parameters and optimizer state may only be read after :meth:`join`; their
+            ``state_dict()`` does that by itself. Read results late: reading one waits for its step.
         max_graphs: most signatures held; the least recently used is closed.
         max_bytes: budget of graph memory.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
@@ -118,7 +97,7 @@ class TrainStep:
         self._dtype, self._shadows = autocast, shadows
         self._compile, self._options = compile, dict(compile_options or {})
         self._max_bytes = max_bytes
-        self._state: _State | None = None
+        self._state: StepState | None = None
         self._pending = 0
         self._broken, self._closed = "", False
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
@@ -162,8 +141,10 @@ class TrainStep:
         state.update.before_forward()
         caller, streams = state.backend.current_stream(), state.streams
         streams.side.wait(caller)
-        streams.side.wait(streams.main)
-        if not self.overlap:
+        if self.overlap and graph.done is not None:
+            streams.side.wait(graph.done)
+        else:
+            streams.side.wait(streams.main)
             streams.side.wait(streams.update)
         with streams.side.use():
             if not self._pending:
@@ -175,6 +156,7 @@ class TrainStep:
         streams.main.wait(streams.update)
         with streams.main.use():
             graph.replay()
+        graph.done, state.last = streams.main.mark(), graph
         self._pending += 1
         self._counts["replays"] += len(graph.segment.graphs())
 
@@ -191,17 +173,20 @@ class TrainStep:
             self._reduce_gradients(state)
             state.finish.replay()
             report.copy_(state.report)
+            streams.main.hold(report)
         streams.update.wait(streams.main)
         with streams.update.use():
             state.update.before_replay()
+            state.use_gradients()
             state.optimize.replay()
-        caller.wait(streams.main if self.overlap else streams.update)
+        if not self.overlap:
+            caller.wait(streams.update)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
         self._counts["replays"] += 2
-        return StepResult(report[0], report[1])
+        return StepResult(report, state.backend, streams.main.mark() if self.overlap else None)
 
-    def _reduce_gradients(self, state: _State) -> None:
+    def _reduce_gradients(self, state: StepState) -> None:
         if self._reduce is None:
             return
         try:
@@ -265,23 +250,23 @@ class TrainStep:
 
     # -- setting up -------------------------------------------------------------------------------------------
 
-    def _open(self) -> _State:
+    def _open(self) -> StepState:
         if self._state is None:
             raise ClosedError(f"{self.name}: nothing is captured yet, or it was closed")
         return self._state
 
-    def _require_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[_State, MicroGraph]:
+    def _require_graph(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[StepState, MicroGraph]:
         if self._state is None:
             self._state = self._build(args, kwargs)
         try:
             return self._state, self._graph_for(self._state, args, kwargs)
         except BaseException:
-            if not self._state.graphs:  # nothing was ever captured: leave nothing behind
+            if not self._state.twins:  # nothing was ever captured: leave nothing behind
                 self._state.close()
                 self._state = None
             raise
 
-    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> _State:
+    def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
         tensors = tensors_of(args, kwargs)
         if not tensors:
             raise GraphError("a batch needs at least one tensor")
@@ -308,7 +293,7 @@ class TrainStep:
             self.overlap,
             update.stand_ins(),
         )
-        return _State(backend, recipe, update, GraphPool(backend, self._max_bytes))
+        return StepState(backend, recipe, update, GraphPool(backend, self._max_bytes))
 
     def _autocast(self, backend: Backend) -> Autocast:
         dtype, kind = self._dtype, backend.device.type
@@ -331,34 +316,45 @@ class TrainStep:
         eligible = {n for n, u in uses.items() if u.only_cast_to is torch.bfloat16}
         return list({id(p): p for n, p in parameters.items() if n in eligible and id(p) in trained}.values())
 
-    def _graph_for(self, state: _State, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroGraph:
+    def _graph_for(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroGraph:
         signature = signature_of(args, kwargs)
         found = state.find(signature)
         if found is not None:
-            found.require_mode(self.name)
-            return found
-        if state.graphs and self.max_graphs == 1:
+            found[0].require_mode(self.name)
+            found.reverse()  # twins take turns
+            return found[-1]
+        if state.twins and self.max_graphs == 1:
             raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
-        while len(state.graphs) >= self.max_graphs:
+        while len(state.twins) >= self.max_graphs:
             state.backend.synchronize()
-            state.graphs.pop(0).close()
+            for graph in state.twins.pop(0):
+                graph.close()
+        made = [self._capture_one(state, args, kwargs, state.frozen_pools[0])]
+        if self.overlap and made[0].has_frozen_prefix:
+            made.append(self._capture_one(state, args, kwargs, state.frozen_pools[1]))
+        state.twins.append(made)
+        self._counts["captures"] += 1
+        return made[-1]
+
+    def _capture_one(
+        self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any], frozen_pool: Any
+    ) -> MicroGraph:
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
         # a capture that executes must not add to what earlier micro-batches of this update left
         touched = state.buffers if state.backend.executes_captures else []
         try:
             with self._parallel.bypassed(), restored(state.backend, touched):
-                graph.capture(lambda used: self._sink(state, used), state.frozen_pool)
+                graph.capture(lambda used: self._sink(state, used), frozen_pool)
+            state.take_gradients(graph)
             if state.optimize is None:
                 state.capture_update()
         except BaseException:
             graph.close()
             raise
-        state.graphs.append(graph)
-        self._counts["captures"] += 1
         return graph
 
-    def _sink(self, state: _State, used: Sequence[Tensor]) -> Direct | Into:
+    def _sink(self, state: StepState, used: Sequence[Tensor]) -> Direct | Into:
         index = state.index
         require_all_used(used, index, state.update.names)
         if self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None:
@@ -393,11 +389,11 @@ class TrainStep:
         asked = f"compile={self._compile!r}"
         return {
             "optimizer": state.update.kind,
-            "frozen prefix": "graph of its own" if any(cut) else "none",
+            "frozen prefix": f"a graph of its own, {len(cut)} of them taking turns" if any(cut) else "none",
             "compile": asked
             if state.recipe.compile == self._compile
             else f"off: no compiler on {state.backend.name}",
-            "gradients": f"{type(state.sink).__name__}, {_copies(state)}",
+            "gradients": f"{type(state.sink).__name__}, {copies_of(state)}",
         }
 
     def close(self) -> None:
@@ -429,132 +425,3 @@ class _Owned:
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.fn(*args, **kwargs)
-
-
-class _State:
-    """Everything that exists once the first batch is known."""
-
-    def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
-        self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
-        # frozen prefixes of one step and gradients of the step before are in use at the same time
-        self.frozen_pool = backend.new_pool()
-        self.update_pool = backend.new_pool()
-        self.streams = Streams(backend.new_stream(-1), backend.new_stream(-1), backend.new_stream())
-        self.totals = torch.zeros(2, device=backend.device)
-        self.report = torch.zeros(2, device=backend.device)
-        self.scale = torch.ones((), device=backend.device)
-        self.graphs: list[MicroGraph] = []  # the last one was used last
-        self.finish: Graph | None = None
-        self.optimize: Graph | None = None
-        self.buffers: list[Tensor] = []
-        self.views: list[Tensor] = []
-        self.sink: Direct | Into | None = None
-        stand_ins = update.stand_ins()
-        self.index = {id(stand_ins.get(p, p)): i for i, p in enumerate(update.parameters)}
-
-    def find(self, signature: Signature) -> MicroGraph | None:
-        """The graph of a signature, now the most recently used."""
-        for i, graph in enumerate(self.graphs):
-            known = graph.static.signature
-            if known.same(signature):
-                self.graphs.append(self.graphs.pop(i))
-                return graph
-        return None
-
-    def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
-        """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
-        by_index = {self.index[id(p)]: p for p in used}
-        dtypes = [torch.float32 if accumulate > 1 else by_index[i].dtype for i in range(len(by_index))]
-        views: dict[int, Tensor] = {}
-        for dtype in dict.fromkeys(dtypes):
-            mine = [i for i, d in enumerate(dtypes) if d == dtype]
-            flat, cut = _flat_views([by_index[i] for i in mine], dtype)
-            self.buffers.append(flat)
-            views |= dict(zip(mine, cut, strict=True))
-        self.views = [views[i] for i in range(len(dtypes))]
-
-    def capture_update(self) -> None:
-        """Capture the end of the step, once: gradients have their addresses now."""
-        assert self.sink is not None
-        self.update.set_gradients(self.sink.gradients)
-        with self.backend.preparing():
-            self._finish_step()
-            self.update.rehearse(self.backend, self.scale)
-            self._clear()
-        self.finish, _ = self.backend.capture(self._finish_step, self.update_pool)
-        with self._untouched():
-            self.optimize, _ = self.backend.capture(self._optimize, self.update_pool)
-        self._clear()
-
-    def _untouched(self) -> Any:
-        """On a backend that executes captures, close the gate: the capture must not be an update."""
-        touched = self.update_state() if self.backend.executes_captures else []
-        return restored(self.backend, touched)
-
-    def update_state(self) -> list[Tensor]:
-        """Everything an update writes."""
-        state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
-        stand_ins = [s.data for s in self.update.stand_ins().values()]
-        return [
-            *[p.data for p in self.update.parameters],
-            *state,
-            *stand_ins,
-            self.update.norm,
-            self.update.skipped,
-        ]
-
-    def update_optimizer_state(self) -> list[dict[str, Any]]:
-        """State of the optimizer, per parameter."""
-        optimizer = getattr(self.update, "optimizer", None) or self.update.flat.optimizer
-        return list(optimizer.state.values())
-
-    def _finish_step(self) -> None:
-        """Mean loss and the factor that turns summed gradients into those of the mean; totals start anew."""
-        count = torch.where(self.totals[1] > 0, self.totals[1], 1.0)  # nothing counted: zero gradients
-        self.scale.copy_(1 / count)
-        self.report.copy_(torch.stack((self.totals[0] / count, self.totals[1])))
-        self.totals.zero_()
-
-    def _optimize(self) -> None:
-        self.update.step(self.scale)
-        if isinstance(self.sink, Into) and self.sink.adds:
-            for buffer in self.buffers:
-                buffer.zero_()
-
-    def _clear(self) -> None:
-        self.totals.zero_()
-        for buffer in self.buffers:
-            buffer.zero_()
-
-    def all_graphs(self) -> list[Graph]:
-        """All graphs."""
-        ends = [g for g in (self.finish, self.optimize) if g is not None]
-        return [g for m in self.graphs for g in m.segment.graphs()] + ends
-
-    def close(self) -> None:
-        """Free all graphs."""
-        for graph in self.graphs:
-            graph.close()
-        for end in (self.finish, self.optimize):
-            if end is not None:
-                end.close()
-        self.graphs, self.finish, self.optimize = [], None, None
-        self.update.close()
-
-
-def _copies(state: _State) -> str:
-    """How many gradients a backward copies, by reason."""
-    reasons = [why for g in state.graphs[-1:] for why, _, _ in g.segment.copies]
-    counts = {why: reasons.count(why) for why in reasons}
-    return ", ".join(f"{n} copied ({why})" for why, n in counts.items()) or "none copied"
-
-
-def _flat_views(parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
-    """One buffer for gradients of ``parameters``, each part beginning at a multiple of 256 bytes."""
-    unit = 256 // dtype.itemsize
-    starts, end = [], 0
-    for p in parameters:
-        starts.append(end)
-        end += -(-p.numel() // unit) * unit
-    flat = torch.zeros(end, dtype=dtype, device=parameters[0].device)
-    return flat, [flat[s : s + p.numel()].view(p.shape) for s, p in zip(starts, parameters, strict=True)]

@@ -1,0 +1,169 @@
+"""What a training step holds once its first batch is known: streams, pools, totals, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lf_graph._backend import Backend, Graph, Stream
+from lf_graph._pool import GraphPool
+from lf_graph._sandbox import restored
+from lf_graph._sinks import Direct, Into
+from lf_graph._static import Signature
+from lf_graph._train_graph import MicroGraph, Recipe
+
+
+@dataclass(frozen=True)
+class Streams:
+    """``main`` runs what is trained, ``side`` the frozen prefix, ``update`` the optimizer."""
+
+    main: Stream
+    side: Stream
+    update: Stream
+
+
+class StepState:
+    """Everything that exists once the first batch is known."""
+
+    def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
+        self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
+        # the frozen prefix of one step runs beside the rest of the step before, which reads the other prefix's results
+        self.frozen_pools = (backend.new_pool(), backend.new_pool())
+        self.update_pool = backend.new_pool()
+        self.streams = Streams(backend.new_stream(-1), backend.new_stream(-1), backend.new_stream())
+        self.totals = torch.zeros(2, device=backend.device)
+        self.report = torch.zeros(2, device=backend.device)
+        self.scale = torch.ones((), device=backend.device)
+        # per signature one graph, or twins that take turns; the last signature was used last
+        self.twins: list[list[MicroGraph]] = []
+        self.last: MicroGraph | None = None
+        self.finish: Graph | None = None
+        self.optimize: Graph | None = None
+        self.buffers: list[Tensor] = []
+        self.views: list[Tensor] = []
+        self.sink: Direct | Into | None = None
+        stand_ins = update.stand_ins()
+        self.index = {id(stand_ins.get(p, p)): i for i, p in enumerate(update.parameters)}
+
+    @property
+    def graphs(self) -> list[MicroGraph]:
+        """All micro-batch graphs."""
+        return [g for twins in self.twins for g in twins]
+
+    def find(self, signature: Signature) -> list[MicroGraph] | None:
+        """The graphs of a signature, now the most recently used."""
+        for i, twins in enumerate(self.twins):
+            if twins[0].static.signature.same(signature):
+                self.twins.append(self.twins.pop(i))
+                return twins
+        return None
+
+    def take_gradients(self, graph: MicroGraph) -> None:
+        """Learn where the optimizer finds the gradients of a new graph."""
+        assert self.sink is not None
+        graph.gradients = self.update.set_gradients(self.sink.gradients)
+
+    def use_gradients(self) -> None:
+        """Let the optimizer read what the last micro-batch left."""
+        if self.last is not None and len(self.graphs) > 1:
+            self.update.use_gradients(self.last.gradients)
+
+    def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
+        """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
+        by_index = {self.index[id(p)]: p for p in used}
+        dtypes = [torch.float32 if accumulate > 1 else by_index[i].dtype for i in range(len(by_index))]
+        views: dict[int, Tensor] = {}
+        for dtype in dict.fromkeys(dtypes):
+            mine = [i for i, d in enumerate(dtypes) if d == dtype]
+            flat, cut = _flat_views([by_index[i] for i in mine], dtype)
+            self.buffers.append(flat)
+            views |= dict(zip(mine, cut, strict=True))
+        self.views = [views[i] for i in range(len(dtypes))]
+
+    def capture_update(self) -> None:
+        """Capture the end of the step, once: gradients have their addresses now."""
+        with self.backend.preparing():
+            self._finish_step()
+            self.update.rehearse(self.backend, self.scale)
+            self._clear()
+        self.finish, _ = self.backend.capture(self._finish_step, self.update_pool)
+        with self._untouched():
+            self.optimize, _ = self.backend.capture(self._optimize, self.update_pool)
+        self._clear()
+
+    def _untouched(self) -> Any:
+        """On a backend that executes captures, close the gate: the capture must not be an update."""
+        touched = self.update_state() if self.backend.executes_captures else []
+        return restored(self.backend, touched)
+
+    def update_state(self) -> list[Tensor]:
+        """Everything an update writes."""
+        state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
+        stand_ins = [s.data for s in self.update.stand_ins().values()]
+        return [
+            *[p.data for p in self.update.parameters],
+            *state,
+            *stand_ins,
+            self.update.norm,
+            self.update.skipped,
+        ]
+
+    def update_optimizer_state(self) -> list[dict[str, Any]]:
+        """State of the optimizer, per parameter."""
+        optimizer = getattr(self.update, "optimizer", None) or self.update.flat.optimizer
+        return list(optimizer.state.values())
+
+    def _finish_step(self) -> None:
+        """Mean loss and the factor that turns summed gradients into those of the mean; totals start anew."""
+        count = torch.where(self.totals[1] > 0, self.totals[1], 1.0)  # nothing counted: zero gradients
+        self.scale.copy_(1 / count)
+        self.report.copy_(torch.stack((self.totals[0] / count, self.totals[1])))
+        self.totals.zero_()
+
+    def _optimize(self) -> None:
+        self.update.step(self.scale)
+        if isinstance(self.sink, Into) and self.sink.adds:
+            for buffer in self.buffers:
+                buffer.zero_()
+
+    def _clear(self) -> None:
+        self.totals.zero_()
+        for buffer in self.buffers:
+            buffer.zero_()
+
+    def all_graphs(self) -> list[Graph]:
+        """All graphs."""
+        ends = [g for g in (self.finish, self.optimize) if g is not None]
+        return [g for m in self.graphs for g in m.segment.graphs()] + ends
+
+    def close(self) -> None:
+        """Free all graphs."""
+        for graph in self.graphs:
+            graph.close()
+        for end in (self.finish, self.optimize):
+            if end is not None:
+                end.close()
+        self.twins, self.last, self.finish, self.optimize = [], None, None, None
+        self.update.close()
+
+
+def copies_of(state: StepState) -> str:
+    """How many gradients a backward copies, by reason."""
+    reasons = [why for g in state.graphs[-1:] for why, _, _ in g.segment.copies]
+    counts = {why: reasons.count(why) for why in reasons}
+    return ", ".join(f"{n} copied ({why})" for why, n in counts.items()) or "none copied"
+
+
+def _flat_views(parameters: list[Tensor], dtype: torch.dtype) -> tuple[Tensor, list[Tensor]]:
+    """One buffer for gradients of ``parameters``, each part beginning at a multiple of 256 bytes."""
+    unit = 256 // dtype.itemsize
+    starts, end = [], 0
+    for p in parameters:
+        starts.append(end)
+        end += -(-p.numel() // unit) * unit
+    flat = torch.zeros(end, dtype=dtype, device=parameters[0].device)
+    return flat, [flat[s : s + p.numel()].view(p.shape) for s, p in zip(starts, parameters, strict=True)]
