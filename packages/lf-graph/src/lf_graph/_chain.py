@@ -159,6 +159,7 @@ class Chain:
                 continue
             pieces = [e for e in stage.elements if isinstance(e, Piece)]
             segment = stage.segment = Segment(pieces, stage.outputs, pool, self.autocast)
+            segment.dry_run({n: values[n] for n in stage.inputs})
             used = segment.warm_up({n: values[n] for n in stage.inputs}, runs)
             parameters |= {id(p): p for p in used}
             values |= {n: segment.values[n] for n in stage.outputs}

@@ -134,6 +134,7 @@ class _Recording:
             with contextlib.suppress(RuntimeError):
                 undo(index, self._pool)
         self._stack.close()
+        self._owner.heal()
 
 
 class CudaBackend:
@@ -178,6 +179,20 @@ class CudaBackend:
         gc.collect()
         torch.cuda.empty_cache()
         return error
+
+    def heal(self) -> None:
+        """Let the generator leave the capturing state, in which a failed capture leaves it.
+
+        Until then every random operator outside of a capture fails ("Offset increment outside graph capture"), in
+        torch 2.11 and 2.13; a capture that succeeds ends it.
+        """
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.device(self.device), self.capture_stream.use():
+            something = torch.zeros(1, device=self.device)
+            graph.capture_begin(capture_error_mode="thread_local")
+            something.fill_(0)
+            graph.capture_end()
+        graph.reset()
 
     @contextmanager
     def preparing(self) -> Iterator[None]:

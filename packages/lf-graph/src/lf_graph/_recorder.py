@@ -48,9 +48,15 @@ def refused_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         return _UNKNOWN_SIZE, "pass output_size="
     if name in ("aten::index", "aten::index_put", "aten::index_put_", "aten::_index_put_impl_"):
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
-        if masks:
+        if masks and not _is_masked_fill(name, args, kwargs):
             return _UNKNOWN_SIZE, "index with integers, or use torch.where(mask, a, b)"
     return _copy_across(name, args, kwargs)
+
+
+def _is_masked_fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """``x[mask] = number`` needs no positions: torch fills under the mask."""
+    accumulate = kwargs.get("accumulate", args[3] if len(args) > 3 else False)
+    return name != "aten::index" and not accumulate and args[2].numel() == 1 and args[2].device.type == "cpu"
 
 
 def _crosses(source: Tensor, target: torch.device) -> tuple[str, str] | None:

@@ -8,7 +8,7 @@ piece's backward hands the gradients of its parameters to a :class:`~lf_graph._g
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,6 +19,7 @@ from lf_graph._backend import Backend, Graph, Position
 from lf_graph._cut import capture_cut
 from lf_graph._gradients import Collect, GradientSink
 from lf_graph._pool import GraphPool
+from lf_graph._recorder import Refusing
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -150,18 +151,33 @@ class Segment:
         """
         found = Collect()
         for _ in range(runs):
-            self._begin(values)
-            self._random = []
-            for piece in self.pieces:
-                before = self.backend.rng_position()
-                self._forward(piece)
-                self._random.append(not _same_position(before, self.backend.rng_position()))
-            self.make_seeds()
-            self.grads = dict(self.seeds)
-            for run in reversed(self._runs):
-                self._backward(run, found)
-            self._runs = []
+            self._run_eagerly(values, found)
         return found.parameters
+
+    def dry_run(self, values: dict[str, Tensor]) -> None:
+        """Run forward and backward once, refusing what a graph cannot hold: a failed capture costs more.
+
+        Raises:
+            GraphCaptureError: naming operator, file and line.
+        """
+        self._run_eagerly(values, Collect(), Refusing)
+
+    def _run_eagerly(
+        self, values: dict[str, Tensor], sink: GradientSink, mode: Autocast = nullcontext
+    ) -> None:
+        self._begin(values)
+        self._random = []
+        for piece in self.pieces:
+            before = self.backend.rng_position()
+            with mode():
+                self._forward(piece)
+            self._random.append(not _same_position(before, self.backend.rng_position()))
+        self.make_seeds()
+        self.grads = dict(self.seeds)
+        for run in reversed(self._runs):
+            with mode():
+                self._backward(run, sink)
+        self._runs = []
 
     # -- capture ----------------------------------------------------------------------------------------------
 

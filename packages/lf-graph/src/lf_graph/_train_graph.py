@@ -121,6 +121,7 @@ class MicroGraph:
             stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
+            self.segment.dry_run(values)
             cut = self._find_cut()
             stack.enter_context(self._compiling())
             peak = backend.watch_peak()
