@@ -5,6 +5,7 @@ from lf_graph._bucket_stats import BucketsStats, BucketStats
 from lf_graph._buckets import Buckets
 from lf_graph._capture import Captured, capture
 from lf_graph._chain import Chain
+from lf_graph._check import check
 from lf_graph._elements import Eager
 from lf_graph._errors import (
     AddressError,
@@ -16,16 +17,22 @@ from lf_graph._errors import (
     SignatureError,
     StaleReplayError,
 )
+from lf_graph._findings import Finding, Report
+from lf_graph._flat import OptimizerError
 from lf_graph._mask import BlockSparse, Causal, DynamicMaskBuffer, Full
 from lf_graph._moe import MoE, MoEOutput
 from lf_graph._moe_host import HostRoutedMoE, HostRouting
+from lf_graph._partition import Partition, partition
 from lf_graph._pool import GraphPool
+from lf_graph._recipes import shard_block
 from lf_graph._reduce import AllReduce
 from lf_graph._registry import close, stats
 from lf_graph._segment import Piece
+from lf_graph._specs import Spec, merge
 from lf_graph._stats import GraphStats
 from lf_graph._step_result import StepResult
 from lf_graph._train_step import TrainStep
+from lf_graph._uses import ParameterUse, parameter_uses
 
 __version__ = "0.1.0"
 
@@ -43,6 +50,7 @@ __all__ = [
     "ClosedError",
     "DynamicMaskBuffer",
     "Eager",
+    "Finding",
     "Full",
     "GraphCaptureError",
     "GraphError",
@@ -53,13 +61,23 @@ __all__ = [
     "Launch",
     "MoE",
     "MoEOutput",
+    "OptimizerError",
+    "ParameterUse",
+    "Partition",
     "Piece",
+    "Report",
     "ShardedParameterError",
     "SignatureError",
+    "Spec",
     "StaleReplayError",
     "StepResult",
     "TrainStep",
     "capture",
+    "check",
     "close",
+    "merge",
+    "parameter_uses",
+    "partition",
+    "shard_block",
     "stats",
 ]
