@@ -21,7 +21,7 @@ MODULES = (
     "curves",
     "peers.tune_stock",
 )
-LAZY = ("workload_n16", "ours", "peers")
+LAZY = ("workload_n16", "ours", "peers", "bench_hf")
 
 
 def loaded() -> Iterator[Any]:
