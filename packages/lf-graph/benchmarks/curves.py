@@ -127,7 +127,7 @@ def train(row: Row, device: torch.device, seed: int, steps: int) -> tuple[float,
         losses = []
         for step in range(steps):
             prepared.feed(batches[step % len(batches)])
-            losses.append(prepared.loss_of(prepared.step()).detach().clone())
+            losses.append(prepared.step().detach().clone())
         return tuple(float(x) for x in losses)
     finally:
         prepared.close()

@@ -3,9 +3,8 @@
 Definitions, the same for stock rows and ours (and those of the baselines of DESIGN.md section 4):
 
 - step_ms: median over windows between two CUDA events after warm-up, the device idle before each window; spread is
-  (max - min) / median of them. A window is one step; of a pipelined row, where the next step begins beside the end of
-  this one, it is many steps and the end of the last, over their number
-- through_ms: many steps queued without waiting, and the end of the last, over their number
+  (max - min) / median of them
+- through_ms: many steps queued without waiting, total over number
 - launches: launch calls of one profiled step; kernels: device events in it; busy_ms: the sum of their times, in which
   the profiler's own ranges (``Optimizer.step``) count as they did in the baselines; kernel_ms is the sum without them
 - prep_s: from the first line of ``setup`` to the end of the first steps, compilation and capture included
@@ -73,21 +72,18 @@ class Case:
 class Prepared:
     """A row ready to run.
 
-    ``step`` does one whole optimizer step; ``loss_of`` its result is the loss, still on the device; ``restart`` puts
+    ``step`` does one whole optimizer step and returns the loss of its forward, still on the device; ``restart`` puts
     the initial weights back and forgets the optimizer's moments, at unchanged addresses. ``feeds`` are the tensors
     that ``step`` reads its batch from (any nesting); curves.py copies every step's batch there. ``facts`` tells what
     the row chose by itself, once it ran.
     """
 
-    step: Callable[[], Any]
+    step: Callable[[], Tensor]
     restart: Callable[[], None]
-    join: Callable[[], None] = lambda: None
-    pipelined: bool = False
     close: Callable[[], None] = lambda: None
     trainable: int = 0
     facts: Callable[[], dict[str, Any]] = dict
     feeds: Any = None
-    loss_of: Callable[[Any], Tensor] = lambda result: result
 
     def feed(self, batch: Any) -> None:
         """Let the next steps compute ``batch``, which is nested as ``feeds``."""
@@ -180,20 +176,21 @@ def timed(run: Callable[[], object], device: torch.device) -> float:
 
 
 def repeat(prepared: Prepared, times: int) -> Callable[[], None]:
-    """Many steps, to their very end, as one call."""
+    """Many steps as one call."""
 
     def run() -> None:
         for _ in range(times):
             prepared.step()
-        prepared.join()
 
     return run
 
 
 def time_steps(prepared: Prepared, device: torch.device, effort: Effort) -> dict[str, Any]:
     """Milliseconds per step, in windows and in one long queue."""
-    steps = effort.through_steps if prepared.pipelined else effort.window_steps
-    windows = [timed(repeat(prepared, steps), device) / steps for _ in range(effort.windows)]
+    windows = [
+        timed(repeat(prepared, effort.window_steps), device) / effort.window_steps
+        for _ in range(effort.windows)
+    ]
     through = timed(repeat(prepared, effort.through_steps), device) / effort.through_steps
     median = statistics.median(windows)
     return {
@@ -235,7 +232,7 @@ def first_losses(prepared: Prepared, seed: int, steps: int = 3) -> list[float]:
     """Losses of the first steps from the initial weights, with the dropout of ``seed``."""
     prepared.restart()
     torch.manual_seed(seed)
-    return [float(prepared.loss_of(prepared.step()).detach().clone()) for _ in range(steps)]
+    return [float(prepared.step().detach().clone()) for _ in range(steps)]
 
 
 def clean(device: torch.device) -> None:

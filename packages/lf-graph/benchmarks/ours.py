@@ -11,7 +11,7 @@ from measure import Case, Prepared, Row, forget_moments, reload_weights
 from stock import LEARNING_RATE
 from workloads import Workload
 
-from lf_graph import Launch, StepResult, TrainStep
+from lf_graph import Launch, TrainStep
 
 
 @dataclass(frozen=True)
@@ -20,7 +20,6 @@ class Ours:
 
     name: str = "lf-graph"
     compile: str = "blocks"
-    overlap: bool = True
     shadows: bool = True
     options: dict[str, Any] = field(default_factory=dict)
     launch: Launch | None = None
@@ -41,16 +40,14 @@ def prepare(case: Case, ours: Ours) -> Prepared:
         compile=ours.compile if case.device.type == "cuda" else "off",
         compile_options=ours.options,
         shadows=ours.shadows,
-        overlap=ours.overlap,
         launch=ours.launch,
     )
     batch = case.inputs()
 
-    def run() -> StepResult:
-        return step(*batch)  # its loss is not read: that would wait for the step
+    def run() -> torch.Tensor:
+        return step(*batch).loss
 
     def restart() -> None:
-        step.join()
         fresh = case.workload.accelerate(case.model())
         reload_weights(model, fresh)
         forget_moments(optimizer)
@@ -58,13 +55,10 @@ def prepare(case: Case, ours: Ours) -> Prepared:
     return Prepared(
         run,
         restart,
-        join=step.join,
-        pipelined=ours.overlap,
         close=step.close,
         trainable=sum(p.numel() for p in trained),
         facts=step.info,
         feeds=batch,
-        loss_of=lambda result: result.loss,
     )
 
 
@@ -80,7 +74,7 @@ def configurations(workload: Workload) -> list[Ours]:
     """What is measured of a workload: blocks where layers are frozen before the trained ones, else the whole."""
     if workload.name.startswith(("vla", "n16")):
         return [Ours()]
-    return [Ours(compile="model", overlap=False, expect_s=100)]
+    return [Ours(compile="model", expect_s=100)]
 
 
 def rows(workload: Workload) -> list[Row]:

@@ -112,13 +112,12 @@ def test_a_chain_with_an_eager_element_that_reads_back_equals_the_eager_sequence
 # -- A5: the optimizer follows its schedule -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("overlap", [False, True])
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("accumulate", [1, 3])
 def test_20_steps_with_a_cosine_rate_equal_the_eager_loop(
-    accumulate: int, autocast: torch.dtype | None, overlap: bool
+    accumulate: int, autocast: torch.dtype | None
 ) -> None:
-    twins = Twins(device="cuda", accumulate=accumulate, clip=0.3, autocast=autocast, overlap=overlap)
+    twins = Twins(device="cuda", accumulate=accumulate, clip=0.3, autocast=autocast)
     with twins.step as step:
         twins.run(batches(20 * accumulate, device="cuda"), schedule=True)
         assert twins.difference() <= (MANY_BF16_STEPS if autocast else TOLERANCE)
@@ -180,31 +179,6 @@ def test_dropout_draws_what_the_eager_loop_draws(accumulate: int) -> None:
         batch = batches(1, device="cuda")[0]
         losses = {float(cases.step_update(step, [batch] * accumulate)) for _ in range(3)}
     assert len(losses) == 3
-
-
-def test_overlap_changes_no_bit() -> None:
-    found = []
-    for overlap in (False, True):
-        torch.manual_seed(0)
-        model = Towers().cuda()
-        optimizer = cases.adamw(model)
-        with TrainStep(model, optimizer, overlap=overlap, autocast=torch.bfloat16, clip=0.5) as step:
-            for batch in pairs(20, "cuda"):
-                step(*batch)
-            assert step.info()["frozen prefix"] == ("graph of its own" if overlap else "none")
-            found.append(snapshot(model, optimizer))
-    assert equal(*found)
-
-
-def test_overlapped_steps_may_be_read_after_join() -> None:
-    twins = Twins(model=Towers().cuda(), overlap=True)
-    with twins.step as step:
-        for batch in pairs(5, "cuda"):
-            step(*batch)
-            step.join()
-            read = [p.detach().clone() for p in twins.ours.parameters()]
-            torch.cuda.synchronize()
-            assert equal(read, list(twins.ours.parameters()))
 
 
 def test_steps_may_be_called_from_any_stream() -> None:
@@ -338,21 +312,17 @@ def test_a_step_is_four_graph_launches_and_a_few_copies() -> None:
     assert sum(plain.values()) > 5 * sum(ours.values())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_steps_never_wait_for_the_device(overlap: bool) -> None:
+def test_steps_never_wait_for_the_device() -> None:
     model = model_of(dropout=0.1, device="cuda")
     optimizer = cases.adamw(model)
     rate = cases.cosine(optimizer)
     micros = batches(12, device="cuda")
-    with TrainStep(
-        model, optimizer, accumulate=2, clip=0.3, autocast=torch.bfloat16, overlap=overlap
-    ) as step:
+    with TrainStep(model, optimizer, accumulate=2, clip=0.3, autocast=torch.bfloat16) as step:
         cases.step_update(step, micros[:2])
         with no_waiting():
             for i in range(5):
                 cases.step_update(step, micros[2 + 2 * i : 4 + 2 * i])
                 rate.step()
-            step.join()
         assert int(step.skipped) == 0
 
 
@@ -411,7 +381,7 @@ def test_a_resumed_run_gives_the_same_bits() -> None:
         if state is not None:
             model.load_state_dict(state[0])
             optimizer.load_state_dict(state[1])
-        with TrainStep(model, optimizer, autocast=torch.bfloat16, overlap=True) as step:
+        with TrainStep(model, optimizer, autocast=torch.bfloat16) as step:
             for batch in pairs(8, "cuda")[first:last]:
                 step(*batch)
             return [copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())]

@@ -99,15 +99,14 @@ def test_a_batch_without_tensors_is_refused() -> None:
 
 
 @pytest.mark.parametrize("autocast", [None, torch.bfloat16])
-@pytest.mark.parametrize("overlap", [False, True])
 def test_a_read_back_is_named_and_leaves_no_trace_and_a_mended_model_works(
-    overlap: bool, autocast: torch.dtype | None
+    autocast: torch.dtype | None,
 ) -> None:
     model, plain = Strange("item"), Strange()
     plain.load_state_dict(model.state_dict())
     optimizer = cases.adamw(model)
     before, random = snapshot(model), torch.get_rng_state()
-    with TrainStep(model, optimizer, overlap=overlap, autocast=autocast) as step:
+    with TrainStep(model, optimizer, autocast=autocast) as step:
         for _ in range(3):
             with pytest.raises(GraphCaptureError) as caught:
                 step(*batches(1)[0])
@@ -193,7 +192,7 @@ class FrozenInEval(cases.Towers):
 
 def test_a_forward_may_set_the_mode_of_frozen_parts_by_itself() -> None:
     model = FrozenInEval()
-    with TrainStep(model, cases.adamw(model), overlap=True) as step:
+    with TrainStep(model, cases.adamw(model)) as step:
         for batch in cases.pairs(3):
             step(*batch)
         model.train()  # at the start of an epoch: the next forward would undo it for the encoder
@@ -368,9 +367,8 @@ def test_gradients_that_a_user_holds_do_not_enter_the_step(build: Build) -> None
         assert all(bool((p.grad == 7.0).all()) for p in twins.ours.parameters())
 
 
-@pytest.mark.parametrize("overlap", [False, True])
-def test_loaded_weights_are_those_of_the_next_step(overlap: bool) -> None:
-    twins = Twins(autocast=torch.bfloat16, overlap=overlap)
+def test_loaded_weights_are_those_of_the_next_step() -> None:
+    twins = Twins(autocast=torch.bfloat16)
     other = model_of(seed=3)
     with twins.step:
         twins.run(batches(2))

@@ -190,7 +190,6 @@ class Twins:
             assert abs(float(ours) - theirs) <= (1e-2 if self.autocast else 1e-4) * abs(theirs)
             for rate in rates:
                 rate.step()
-        self.step.join()
 
     def difference(self) -> float:
         """Largest difference between the weights and buffers of the two."""

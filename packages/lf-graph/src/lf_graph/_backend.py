@@ -46,31 +46,7 @@ class Stream(Protocol):
     """An ordered queue of device work; the recorder's streams do nothing, because it runs everything in order."""
 
     def wait(self, other: Any) -> None:
-        """Let later work here start after everything queued so far on ``other``, or before a mark."""
-        ...
-
-    def mark(self) -> Any:
-        """Everything queued here so far, to be waited for."""
-        ...
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Keep the memory of ``tensor``, which belongs to another stream, until work queued here is done."""
-        ...
-
-    def use(self) -> AbstractContextManager[None]:
-        """Queue on this stream inside the ``with`` block."""
-        ...
-
-
-class Recording(Protocol):
-    """A capture in progress."""
-
-    def end(self) -> Graph:
-        """Stop; the graph is ready to replay."""
-        ...
-
-    def abort(self) -> None:
-        """Stop and undo; never raises."""
+        """Let later work here start after everything queued on ``other`` so far."""
         ...
 
 
@@ -96,10 +72,6 @@ class Backend(Protocol):
         """A memory pool that several graphs may share when they never run at the same time."""
         ...
 
-    def begin(self, pool: Any) -> Recording:
-        """Start a capture by hand, for code that changes graphs in the middle of a function."""
-        ...
-
     def capture(self, fn: Callable[[], T], pool: Any) -> tuple[Graph, T]:
         """Run ``fn`` once under capture; returns the graph and what ``fn`` returned (tensors at fixed addresses).
 
@@ -122,10 +94,6 @@ class Backend(Protocol):
 
     def current_stream(self) -> Stream:
         """The stream the caller queues on."""
-        ...
-
-    def new_stream(self, priority: int = 0) -> Stream:
-        """Another stream of this device; a lower number is more urgent."""
         ...
 
     def synchronize(self) -> None:

@@ -69,21 +69,9 @@ class CudaStream:
         self.stream = stream
 
     def wait(self, other: Any) -> None:
-        """Let later work here start after everything queued so far on ``other``, or before a mark."""
-        if isinstance(other, torch.cuda.Event):
-            self.stream.wait_event(other)
-        elif other.stream != self.stream:
+        """Let later work here start after everything queued on ``other`` so far."""
+        if other.stream != self.stream:
             self.stream.wait_stream(other.stream)
-
-    def mark(self) -> torch.cuda.Event:
-        """An event behind everything queued here so far."""
-        event = torch.cuda.Event()
-        event.record(self.stream)
-        return event
-
-    def hold(self, tensor: torch.Tensor) -> None:
-        """Tell the allocator that this stream uses ``tensor``."""
-        tensor.record_stream(self.stream)
 
     @contextmanager
     def use(self) -> Iterator[None]:
@@ -152,7 +140,7 @@ class CudaBackend:
         """A memory pool for graphs that never run at the same time."""
         return torch.cuda.graph_pool_handle()
 
-    def begin(self, pool: Any) -> _Recording:
+    def _begin(self, pool: Any) -> _Recording:
         """Start a capture; ``end()`` or ``abort()`` the result."""
         return _Recording(self, pool)
 
@@ -160,7 +148,7 @@ class CudaBackend:
         """See :class:`lf_graph._backend.Backend`."""
         self.synchronize()
         gc.collect()  # a tensor that dies during the capture would free memory of another pool
-        recording = self.begin(pool)
+        recording = self._begin(pool)
         try:
             result = fn()
         except BaseException as e:
@@ -216,10 +204,6 @@ class CudaBackend:
     def current_stream(self) -> CudaStream:
         """The stream the caller queues on."""
         return CudaStream(torch.cuda.current_stream(self.device))
-
-    def new_stream(self, priority: int = 0) -> CudaStream:
-        """Another stream; a lower number is more urgent."""
-        return CudaStream(torch.cuda.Stream(self.device, priority=priority))
 
     def synchronize(self) -> None:
         """Wait for all work of the device."""

@@ -179,17 +179,6 @@ class _NullStream:
     def wait(self, other: object) -> None:
         """Nothing to wait for."""
 
-    def mark(self) -> None:
-        """Nothing is ever pending."""
-
-    def hold(self, tensor: Tensor) -> None:
-        """Nothing is ever pending."""
-
-    @contextmanager
-    def use(self) -> Iterator[None]:
-        """No change."""
-        yield
-
 
 @dataclass
 class _Recording:
@@ -226,13 +215,13 @@ class RecordBackend:
     def new_pool(self) -> None:
         """The recorder keeps every tensor by itself."""
 
-    def begin(self, pool: Any) -> _Recording:
+    def _begin(self, pool: Any) -> _Recording:
         """Start recording; ``end()`` or ``abort()`` the result."""
         return _Recording(self)
 
     def capture(self, fn: Callable[[], T], pool: Any) -> tuple[RecordedGraph, T]:
         """See :class:`lf_graph._backend.Backend`; the function really runs once."""
-        recording = self.begin(pool)
+        recording = self._begin(pool)
         try:
             result = fn()
         except BaseException:
@@ -254,10 +243,6 @@ class RecordBackend:
         return self.depth > 0
 
     def current_stream(self) -> _NullStream:
-        """The only order there is."""
-        return _NullStream()
-
-    def new_stream(self, priority: int = 0) -> _NullStream:
         """The only order there is."""
         return _NullStream()
 

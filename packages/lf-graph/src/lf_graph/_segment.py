@@ -16,7 +16,6 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph._backend import Backend, Graph, Position
-from lf_graph._cut import capture_cut
 from lf_graph._gradients import Collect, GradientSink
 from lf_graph._pool import GraphPool
 from lf_graph._recorder import Refusing
@@ -97,23 +96,9 @@ class Captured:
 
     piece: Piece
     random: bool = False
-    frozen: Graph | None = None
     forward: Graph | None = None
     backward: Graph | None = None
     position: Position | None = None
-
-
-@dataclass(frozen=True)
-class Frozen:
-    """Where the frozen prefix goes.
-
-    Attributes:
-        pool: memory of its own.
-        cut: the module at whose call it ends; None: at the end of a piece.
-    """
-
-    pool: Any
-    cut: nn.Module | None
 
 
 class Segment:
@@ -181,44 +166,13 @@ class Segment:
 
     # -- capture ----------------------------------------------------------------------------------------------
 
-    def capture_forward(self, values: dict[str, Tensor], frozen: Frozen | None = None) -> None:
-        """Capture every piece's forward on the given static inputs, in order.
-
-        Args:
-            frozen: where to put what needs no gradient before the first piece that does.
-        """
+    def capture_forward(self, values: dict[str, Tensor]) -> None:
+        """Capture every piece's forward on the given static inputs, in order."""
         self._begin(values)
         for piece, random in zip(self.pieces, self._random, strict=True):
-            captured = Captured(piece, random=random)
-            self.captured.append(captured)
             with self.backend.named(f"capture {piece.name}"):
-                if frozen is not None:
-                    frozen = self._capture_frozen(captured, frozen)
-                else:
-                    captured.forward = self._capture(self.pool.handle, piece)
-
-    def _capture(self, pool: Any, piece: Piece) -> Graph:
-        return self.backend.capture(lambda: self._forward(piece), pool)[0]
-
-    def _capture_frozen(self, captured: Captured, frozen: Frozen) -> Frozen | None:
-        """Capture a piece while everything so far was frozen; None when the prefix ends in it."""
-        piece = captured.piece
-        if frozen.cut is not None and any(
-            frozen.cut is m for root in piece.modules() for m in root.modules()
-        ):
-            forward = lambda: self._forward(piece)  # noqa: E731
-            both = capture_cut(self.backend, forward, frozen.cut, frozen.pool, self.pool.handle)
-            captured.frozen, captured.forward = both.frozen, both.rest
-            return None
-        if self._wants_gradient(piece):
-            captured.forward = self._capture(self.pool.handle, piece)
-            return None
-        captured.frozen = self._capture(frozen.pool, piece)
-        return frozen
-
-    def _wants_gradient(self, piece: Piece) -> bool:
-        trained = any(p.requires_grad for m in piece.modules() for p in m.parameters())
-        return trained or not piece.modules() or any(self.values[n].requires_grad for n in piece.inputs)
+                graph, _ = self.backend.capture(lambda p=piece: self._forward(p), self.pool.handle)  # type: ignore[misc]
+            self.captured.append(Captured(piece, random=random, forward=graph))
 
     def capture_backward(self, sink: GradientSink) -> None:
         """Capture every piece's backward in reverse order; ``seeds`` hold the gradients of the outputs."""
@@ -242,15 +196,8 @@ class Segment:
 
     # -- replay -----------------------------------------------------------------------------------------------
 
-    def replay_frozen(self) -> None:
-        """Replay what needs no gradient and lies before everything else."""
-        for captured in self.captured:
-            if captured.frozen is not None:
-                with self.backend.named(f"{captured.piece.name}.frozen"):
-                    captured.frozen.replay()
-
     def replay_forward(self) -> None:
-        """Replay the forwards in order, after :meth:`replay_frozen`."""
+        """Replay the forwards in order."""
         for captured in self.captured:
             if captured.piece.checkpoint and captured.random:
                 captured.position = self.backend.rng_position()
@@ -276,7 +223,7 @@ class Segment:
 
     def graphs(self) -> list[Graph]:
         """All graphs."""
-        return [g for c in self.captured for g in (c.frozen, c.forward, c.backward) if g is not None]
+        return [g for c in self.captured for g in (c.forward, c.backward) if g is not None]
 
     def made(self) -> list[Tensor]:
         """The values that the pieces' forwards wrote."""

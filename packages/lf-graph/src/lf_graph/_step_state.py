@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from lf_graph._backend import Backend, Graph, Stream
+from lf_graph._backend import Backend, Graph
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import restored
 from lf_graph._sinks import Direct, Into
@@ -17,30 +16,17 @@ from lf_graph._static import Signature
 from lf_graph._train_graph import MicroGraph, Recipe
 
 
-@dataclass(frozen=True)
-class Streams:
-    """``main`` runs what is trained, ``side`` the frozen prefix, ``update`` the optimizer."""
-
-    main: Stream
-    side: Stream
-    update: Stream
-
-
 class StepState:
     """Everything that exists once the first batch is known."""
 
     def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
         self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
-        # the frozen prefix of one step runs beside the rest of the step before, which reads the other prefix's results
-        self.frozen_pools = (backend.new_pool(), backend.new_pool())
         self.update_pool = backend.new_pool()
-        self.streams = Streams(backend.new_stream(-1), backend.new_stream(-1), backend.new_stream())
+        self.stream = backend.current_stream()  # of the last replay
         self.totals = torch.zeros(2, device=backend.device)
         self.report = torch.zeros(2, device=backend.device)
         self.scale = torch.ones((), device=backend.device)
-        # per signature one graph, or twins that take turns; the last signature was used last
-        self.twins: list[list[MicroGraph]] = []
-        self.last: MicroGraph | None = None
+        self.graphs: list[MicroGraph] = []  # one per signature; the last one was used last
         self.finish: Graph | None = None
         self.optimize: Graph | None = None
         self.buffers: list[Tensor] = []
@@ -49,28 +35,19 @@ class StepState:
         stand_ins = update.stand_ins()
         self.index = {id(stand_ins.get(p, p)): i for i, p in enumerate(update.parameters)}
 
-    @property
-    def graphs(self) -> list[MicroGraph]:
-        """All micro-batch graphs."""
-        return [g for twins in self.twins for g in twins]
+    def follow(self) -> None:
+        """Order what comes now behind the last replay, if the caller changed streams in between."""
+        current = self.backend.current_stream()
+        current.wait(self.stream)
+        self.stream = current
 
-    def find(self, signature: Signature) -> list[MicroGraph] | None:
-        """The graphs of a signature, now the most recently used."""
-        for i, twins in enumerate(self.twins):
-            if twins[0].static.signature.same(signature):
-                self.twins.append(self.twins.pop(i))
-                return twins
+    def find(self, signature: Signature) -> MicroGraph | None:
+        """The graph of a signature, now the most recently used."""
+        for i, graph in enumerate(self.graphs):
+            if graph.static.signature.same(signature):
+                self.graphs.append(self.graphs.pop(i))
+                return graph
         return None
-
-    def take_gradients(self, graph: MicroGraph) -> None:
-        """Learn where the optimizer finds the gradients of a new graph."""
-        assert self.sink is not None
-        graph.gradients = self.update.set_gradients(self.sink.gradients)
-
-    def use_gradients(self) -> None:
-        """Let the optimizer read what the last micro-batch left."""
-        if self.last is not None and len(self.graphs) > 1:
-            self.update.use_gradients(self.last.gradients)
 
     def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
         """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
@@ -86,6 +63,8 @@ class StepState:
 
     def capture_update(self) -> None:
         """Capture the end of the step, once: gradients have their addresses now."""
+        assert self.sink is not None
+        self.update.set_gradients(self.sink.gradients)
         with self.backend.preparing():
             self._finish_step()
             self.update.rehearse(self.backend, self.scale)
@@ -147,7 +126,7 @@ class StepState:
         for end in (self.finish, self.optimize):
             if end is not None:
                 end.close()
-        self.twins, self.last, self.finish, self.optimize = [], None, None, None
+        self.graphs, self.finish, self.optimize = [], None, None
         self.update.close()
 
 

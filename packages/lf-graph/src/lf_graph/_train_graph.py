@@ -11,13 +11,12 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
-from lf_graph._cut import first_trainable
 from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
 from lf_graph._modes import TrainingModes
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import buffers_of, restored, swapped
-from lf_graph._segment import Autocast, Frozen, Piece, Segment
+from lf_graph._segment import Autocast, Piece, Segment
 from lf_graph._static import Signature, StaticInputs, TensorSpec
 
 Loss = Callable[..., Any]
@@ -33,7 +32,6 @@ class Recipe:
         autocast: context factory for the forward.
         compile: what runs compiled.
         options: for Inductor.
-        cut: whether a frozen prefix gets a graph of its own.
         stand_ins: what the forward reads in the place of parameters.
     """
 
@@ -42,7 +40,6 @@ class Recipe:
     autocast: Autocast
     compile: CompileMode
     options: dict[str, Any]
-    cut: bool
     stand_ins: dict[Tensor, Tensor]
 
 
@@ -89,13 +86,11 @@ def as_sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
 
 
 class MicroGraph:
-    """Graphs of one micro-batch. Replay order: load ``static.tensors``, :meth:`replay_frozen`, :meth:`replay`."""
+    """Graphs of one micro-batch. Replay order: load ``static.tensors``, :meth:`replay`."""
 
     def __init__(self, recipe: Recipe, static: StaticInputs, totals: Tensor, pool: GraphPool) -> None:
         self.recipe, self.static, self.pool = recipe, static, pool
         self._totals = totals
-        self.done: Any = None  # mark behind the last replay, which reads what the next load overwrites
-        self.gradients: Any = None  # how the optimizer finds the gradients of this graph
         self._kept: list[Any] = []
         self._modes = TrainingModes(recipe.roots)
         self._function = LossFunction(recipe.loss, static.signature, totals)
@@ -106,13 +101,12 @@ class MicroGraph:
         piece = Piece(fn, names, ("loss",), "micro_batch", owners=self.recipe.roots)
         return Segment([piece], ["loss"], self.pool, self.recipe.autocast)
 
-    def capture(self, prepare: Callable[[Sequence[Tensor]], GradientSink], frozen_pool: Any) -> None:
+    def capture(self, prepare: Callable[[Sequence[Tensor]], GradientSink]) -> None:
         """Warm up, compile, capture.
 
         Args:
             prepare: called after the warm-up with the tensors that got gradients (stand-ins in the place of
                 parameters); returns where gradients go.
-            frozen_pool: memory of the frozen prefix.
         """
         backend, recipe = self.pool.backend, self.recipe
         values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
@@ -122,28 +116,15 @@ class MicroGraph:
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
             self.segment.dry_run(values)
-            cut = self._find_cut()
             stack.enter_context(self._compiling())
             peak = backend.watch_peak()
             used = self.segment.warm_up(values)
             self.pool.check_budget("this step", peak())
             sink = prepare(used)
             with self.pool.counting(self):
-                self.segment.capture_forward(values, Frozen(frozen_pool, cut) if recipe.cut else None)
+                self.segment.capture_forward(values)
                 self.segment.make_seeds()
                 self.segment.capture_backward(sink)
-
-    def _find_cut(self) -> nn.Module | None:
-        """The module at whose call the frozen prefix ends."""
-        if not self.recipe.cut or self.recipe.compile == "model":
-            return None
-        units = blocks_of(self.recipe.roots) if self.recipe.compile == "blocks" else []
-        for root in self.recipe.roots:
-            with self.recipe.autocast(), torch.no_grad():
-                found = first_trainable(root, units, lambda: self._function.call(self.static.tensors))
-            if found is not None:
-                return found
-        return None
 
     def _compiling(self) -> Any:
         mode = self.recipe.compile
@@ -164,17 +145,8 @@ class MicroGraph:
         """See :meth:`TrainingModes.require`."""
         self._modes.require(name)
 
-    @property
-    def has_frozen_prefix(self) -> bool:
-        """Whether a part without trainable parameters was cut off."""
-        return any(c.frozen is not None for c in self.segment.captured)
-
-    def replay_frozen(self) -> None:
-        """What reads no trainable parameter."""
-        self.segment.replay_frozen()
-
     def replay(self) -> None:
-        """The rest of the forward, and the backward."""
+        """Forward and backward."""
         self.segment.replay_forward()
         self.segment.replay_backward()
 

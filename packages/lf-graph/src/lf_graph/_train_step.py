@@ -33,8 +33,7 @@ Load = Callable[[list[Tensor]], int]
 class TrainStep:
     """Forward, backward, gradient accumulation, clipping and the optimizer, captured at the first batch.
 
-    The model is used as it is. Frozen layers at its beginning get a graph of their own, which with
-    ``overlap=True`` runs beside the optimizer of the step before. Under bf16 autocast, parameters that the forward
+    The model is used as it is. Under bf16 autocast, parameters that the forward
     reads only through their bf16 cast get a bf16 shadow that the optimizer writes: the same numbers without the
     casts. Masters and optimizer state stay fp32, ``model.state_dict()`` and ``optimizer.state_dict()`` as usual.
 
@@ -51,9 +50,6 @@ class TrainStep:
         compile_options: for Inductor.
         shadows: False keeps all parameters as they are.
         fused: True insists on the flat AdamW, False on the optimizer as it is.
-        overlap: let the frozen prefix of the next step run beside the rest of this one; the graphs are then captured
-            twice, to take turns. Parameters and optimizer state may only be read after :meth:`join`; their
-            ``state_dict()`` does that by itself. Read results late: reading one waits for its step.
         max_graphs: most signatures held; the least recently used is closed.
         max_bytes: budget of graph memory.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
@@ -77,7 +73,6 @@ class TrainStep:
         compile_options: dict[str, Any] | None = None,
         shadows: bool = True,
         fused: bool | None = None,
-        overlap: bool = False,
         max_graphs: int = 1,
         max_bytes: int | None = None,
         reduce: Reduce | None = None,
@@ -90,7 +85,7 @@ class TrainStep:
         model, reduce = self._parallel.module, self._parallel.reduce
         require_no_own_graphs([model])
         self.model, self.optimizer, self.name = model, optimizer, name
-        self.accumulate, self.overlap, self.max_graphs = accumulate, overlap, max_graphs
+        self.accumulate, self.max_graphs = accumulate, max_graphs
         self.loss: Callable[..., Any] = loss or model
         self._reduce, self._launch = reduce, launch
         self._clip, self._gate, self._fused = clip, gate, fused
@@ -102,8 +97,6 @@ class TrainStep:
         self._broken, self._closed = "", False
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
         self._hooks = [
-            model.register_state_dict_pre_hook(lambda *_: self.join()),
-            optimizer.register_state_dict_pre_hook(lambda *_: self.join()),
             model.register_load_state_dict_post_hook(lambda *_: self._require_members()),
         ]
         register(self)
@@ -139,24 +132,11 @@ class TrainStep:
             )
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
-        caller, streams = state.backend.current_stream(), state.streams
-        streams.side.wait(caller)
-        if self.overlap and graph.done is not None:
-            streams.side.wait(graph.done)
-        else:
-            streams.side.wait(streams.main)
-            streams.side.wait(streams.update)
-        with streams.side.use():
-            if not self._pending:
-                self._parallel.before_update_begins()
-            self._counts["copies"] += load(graph.static.tensors)
-            caller.wait(streams.side)  # who frees the batch now must not have its memory overwritten before
-            graph.replay_frozen()
-        streams.main.wait(streams.side)
-        streams.main.wait(streams.update)
-        with streams.main.use():
-            graph.replay()
-        graph.done, state.last = streams.main.mark(), graph
+        state.follow()
+        if not self._pending:
+            self._parallel.before_update_begins()
+        self._counts["copies"] += load(graph.static.tensors)
+        graph.replay()
         self._pending += 1
         self._counts["replays"] += len(graph.segment.graphs())
 
@@ -166,25 +146,16 @@ class TrainStep:
         state = self._state
         if state is None or state.finish is None or state.optimize is None or not self._pending:
             raise GraphError("update() needs a micro-batch first")
-        caller, streams = state.backend.current_stream(), state.streams
-        report = torch.empty_like(state.report)
-        streams.main.wait(caller)
-        with streams.main.use():
-            self._reduce_gradients(state)
-            state.finish.replay()
-            report.copy_(state.report)
-            streams.main.hold(report)
-        streams.update.wait(streams.main)
-        with streams.update.use():
-            state.update.before_replay()
-            state.use_gradients()
-            state.optimize.replay()
-        if not self.overlap:
-            caller.wait(streams.update)
+        state.follow()
+        self._reduce_gradients(state)
+        state.finish.replay()
+        report = state.report.clone()
+        state.update.before_replay()
+        state.optimize.replay()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
         self._counts["replays"] += 2
-        return StepResult(report, state.backend, streams.main.mark() if self.overlap else None)
+        return StepResult(report[0], report[1])
 
     def _reduce_gradients(self, state: StepState) -> None:
         if self._reduce is None:
@@ -221,15 +192,11 @@ class TrainStep:
             )
         self._parallel.require_even()
 
-    def join(self) -> None:
-        """Let later work on the current stream see the parameters after the last update."""
-        if self._state is not None:
-            self._state.backend.current_stream().wait(self._state.streams.update)
-
     @property
     def captures(self) -> int:
-        """Signatures captured so far, those closed since included."""
-        return int(self._counts["captures"])
+        """Captures made so far."""
+        count: int = self._counts["captures"]
+        return count
 
     @property
     def pool(self) -> GraphPool | None:
@@ -238,13 +205,13 @@ class TrainStep:
 
     @property
     def norm(self) -> Tensor:
-        """float32 []: global gradient norm of the last update before clipping; after :meth:`join`."""
+        """float32 []: global gradient norm of the last update before clipping."""
         found: Tensor = self._open().update.norm
         return found
 
     @property
     def skipped(self) -> Tensor:
-        """int64 []: updates left out because of gradients that were not finite; after :meth:`join`."""
+        """int64 []: updates left out because of gradients that were not finite."""
         found: Tensor = self._open().update.skipped
         return found
 
@@ -261,7 +228,7 @@ class TrainStep:
         try:
             return self._state, self._graph_for(self._state, args, kwargs)
         except BaseException:
-            if not self._state.twins:  # nothing was ever captured: leave nothing behind
+            if not self._state.graphs:  # nothing was ever captured: leave nothing behind
                 self._state.close()
                 self._state = None
             raise
@@ -290,7 +257,6 @@ class TrainStep:
             autocast,
             compile,
             self._options,
-            self.overlap,
             update.stand_ins(),
         )
         return StepState(backend, recipe, update, GraphPool(backend, self._max_bytes))
@@ -320,38 +286,27 @@ class TrainStep:
         signature = signature_of(args, kwargs)
         found = state.find(signature)
         if found is not None:
-            found[0].require_mode(self.name)
-            found.reverse()  # twins take turns
-            return found[-1]
-        if state.twins and self.max_graphs == 1:
+            found.require_mode(self.name)
+            return found
+        if state.graphs and self.max_graphs == 1:
             raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
-        while len(state.twins) >= self.max_graphs:
+        while len(state.graphs) >= self.max_graphs:
             state.backend.synchronize()
-            for graph in state.twins.pop(0):
-                graph.close()
-        made = [self._capture_one(state, args, kwargs, state.frozen_pools[0])]
-        if self.overlap and made[0].has_frozen_prefix:
-            made.append(self._capture_one(state, args, kwargs, state.frozen_pools[1]))
-        state.twins.append(made)
-        self._counts["captures"] += 1
-        return made[-1]
-
-    def _capture_one(
-        self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any], frozen_pool: Any
-    ) -> MicroGraph:
+            state.graphs.pop(0).close()
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
         # a capture that executes must not add to what earlier micro-batches of this update left
         touched = state.buffers if state.backend.executes_captures else []
         try:
             with self._parallel.bypassed(), restored(state.backend, touched):
-                graph.capture(lambda used: self._sink(state, used), frozen_pool)
-            state.take_gradients(graph)
+                graph.capture(lambda used: self._sink(state, used))
             if state.optimize is None:
                 state.capture_update()
         except BaseException:
             graph.close()
             raise
+        state.graphs.append(graph)
+        self._counts["captures"] += 1
         return graph
 
     def _sink(self, state: StepState, used: Sequence[Tensor]) -> Direct | Into:
@@ -385,11 +340,9 @@ class TrainStep:
     def info(self) -> dict[str, str]:
         """What was chosen automatically, and why."""
         state = self._open()
-        cut = [c.frozen is not None for g in state.graphs for c in g.segment.captured]
         asked = f"compile={self._compile!r}"
         return {
             "optimizer": state.update.kind,
-            "frozen prefix": f"a graph of its own, {len(cut)} of them taking turns" if any(cut) else "none",
             "compile": asked
             if state.recipe.compile == self._compile
             else f"off: no compiler on {state.backend.name}",
@@ -400,7 +353,6 @@ class TrainStep:
         """Wait, free the graphs and let the model be used without this object; call it before
         ``destroy_process_group``."""
         if self._state is not None:
-            self.join()
             self._state.backend.synchronize()
             self._state.close()
             self._state = None

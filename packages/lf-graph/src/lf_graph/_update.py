@@ -39,12 +39,8 @@ class Update(Protocol):
         """What the captured forward reads in the place of each parameter."""
         ...
 
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> Any:
-        """Where gradients will lie; returns what :meth:`use_gradients` takes."""
-        ...
-
-    def use_gradients(self, known: Any) -> None:
-        """Read another set of gradients from now on; one copy on the device."""
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
+        """Where gradients will lie."""
         ...
 
     def rehearse(self, backend: Backend, scale: Tensor) -> None:
@@ -103,13 +99,9 @@ class FlatUpdate:
         """The bf16 shadow where there is one, else the same memory."""
         return self._stand_ins
 
-    def set_gradients(self, gradients: Sequence[Tensor | None]) -> Any:
+    def set_gradients(self, gradients: Sequence[Tensor | None]) -> None:
         """See :class:`Update`."""
-        return self.fused.set_gradients(gradients)
-
-    def use_gradients(self, known: Any) -> None:
-        """See :class:`Update`."""
-        self.fused.use(known)
+        self.fused.set_gradients(gradients)
 
     def rehearse(self, backend: Backend, scale: Tensor) -> None:
         """A step whose gate is shut: a scale of NaN makes the norm NaN."""
@@ -235,15 +227,7 @@ class StockUpdate:
         for name, grad in zip(self.names, gradients, strict=True):
             if grad is None:
                 raise OptimizerError(name, "it has no gradient", "freeze it, or use it in the loss")
-        found = [g for g in gradients if g is not None]
-        if self._gradients and any(a is not b for a, b in zip(found, self._gradients, strict=True)):
-            raise GraphError(
-                "this optimizer is captured for one set of gradients: use accumulate=2, or overlap=False"
-            )
-        self._gradients = found
-
-    def use_gradients(self, known: Any) -> None:
-        """There is one set."""
+        self._gradients = [g for g in gradients if g is not None]
 
     def rehearse(self, backend: Backend, scale: Tensor) -> None:
         """A real step, undone; it makes the optimizer's state, which then holds what it started from."""
