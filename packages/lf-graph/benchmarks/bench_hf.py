@@ -62,10 +62,10 @@ BATCHES = (1, 4)
 QUICK = (replace(EAGER, fused=True, expect_s=6), replace(GRAPH, expect_s=4))
 COMPILED = (replace(WHOLE_GRAPH, expect_s=50), replace(WHOLE, expect_s=8))
 OURS_QUICK = (
-    Ours("lf-graph, off", compile="off", overlap=False, expect_s=6),
-    Ours("lf-graph, blocks", compile="blocks", overlap=False, expect_s=22),
+    Ours("lf-graph, off", compile="off", expect_s=6),
+    Ours("lf-graph, blocks", compile="blocks", expect_s=22),
 )
-OURS_COMPILED = (Ours("lf-graph, model", compile="model", overlap=False, expect_s=50),)
+OURS_COMPILED = (Ours("lf-graph, model", compile="model", expect_s=50),)
 
 
 def decoder(shape: dict[str, Any]) -> nn.Module:
