@@ -20,8 +20,8 @@ import torch
 
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
+from lf_graph._frames import user_line
 from lf_graph._recorder import Refusing
-from lf_graph._where import user_line
 
 
 @functools.cache

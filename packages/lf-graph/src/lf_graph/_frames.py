@@ -71,6 +71,14 @@ def locate(names: Mapping[int, str], frame: FrameType | None = None) -> tuple[st
     return where, module or ""
 
 
+def user_line() -> str:
+    """``file:line`` of the innermost user's line now, however far out it lies; "" if there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and not is_users(frame.f_code.co_filename):
+        frame = frame.f_back
+    return "" if frame is None else f"{frame.f_code.co_filename}:{frame.f_lineno}"
+
+
 def _module_of(frame: FrameType, names: Mapping[int, str]) -> str | None:
     code = frame.f_code
     if not code.co_argcount or code.co_varnames[0] != "self":

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
-from lf_graph._where import user_line
+from lf_graph._frames import user_line
 
 _aten = torch.ops.aten
 _READ_BACK = "it needs the value on the host, and a graph cannot wait for the device"

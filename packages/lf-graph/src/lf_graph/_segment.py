@@ -122,9 +122,7 @@ class Segment:
         self.seeds: dict[str, Tensor] = {}
         self._runs: list[_Run] = []
         self._random: list[bool] = []
-        self.copies: list[
-            tuple[str, tuple[int, ...], tuple[int, ...]]
-        ] = []  # gradients copied in a backward: why, shape
+        self.copies: list[tuple[str, tuple[int, ...]]] = []  # gradients that a backward copies: why, shape
 
     # -- eager, before the capture ---------------------------------------------------------------------------
 
@@ -286,10 +284,10 @@ class Segment:
         """``grad`` in memory that no edge uses: an addition hands one tensor to both of its inputs."""
         taken = {g.untyped_storage()._cdata for g in self.grads.values()}
         if not grad.is_contiguous():
-            self.copies.append(("not contiguous", tuple(grad.shape), grad.stride()))
+            self.copies.append(("not contiguous", tuple(grad.shape)))
             return grad.contiguous()
         if grad.untyped_storage()._cdata in taken:
-            self.copies.append(("shared with another edge", tuple(grad.shape), grad.stride()))
+            self.copies.append(("shared with another edge", tuple(grad.shape)))
             return grad.clone()
         return grad
 

@@ -132,7 +132,7 @@ class StepState:
 
 def copies_of(state: StepState) -> str:
     """How many gradients a backward copies, by reason."""
-    reasons = [why for g in state.graphs[-1:] for why, _, _ in g.segment.copies]
+    reasons = [why for g in state.graphs[-1:] for why, _ in g.segment.copies]
     counts = {why: reasons.count(why) for why in reasons}
     return ", ".join(f"{n} copied ({why})" for why, n in counts.items()) or "none copied"
 

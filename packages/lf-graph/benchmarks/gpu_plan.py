@@ -1,0 +1,103 @@
+"""The whole set of measurements on one GPU, in calls that fit a lease: what runs, in which order, for how long at most.
+
+    python gpu_plan.py                        # print the plan
+    python gpu_plan.py --call 1 --out DIR     # run one call; JSON and logs land in DIR
+
+Every command has its own budget and keeps the JSON of what it measured when it is cut short. Budgets are twice what the
+commands took on an H200 with 16 cores, where a cold Inductor cache costs most of the time; calls that follow each other
+on one machine share that cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+@dataclass(frozen=True)
+class Command:
+    """A script with its arguments; ``out`` names its JSON."""
+
+    script: str
+    arguments: tuple[str, ...]
+    out: str
+    seconds: int
+
+    def line(self, folder: Path) -> list[str]:
+        """The process to start."""
+        return [
+            sys.executable,
+            str(HERE / self.script),
+            *self.arguments,
+            "--json",
+            str(folder / f"{self.out}.json"),
+        ]
+
+
+def step(workloads: str, out: str, seconds: int, *more: str) -> Command:
+    """Stock rows and ours of some workloads."""
+    rows = ("--workloads", workloads, "--rows", "stock,ours", "--budget-s", str(seconds - 20))
+    return Command("bench_step.py", (*rows, *more), out, seconds)
+
+
+UNCOMPILED = ("--match", "not compiled")  # the kernels of eager PyTorch, launched as graphs
+
+CALLS: dict[str, tuple[Command, ...]] = {
+    "1": (step("vla", "vla", 560, "--processes", "3"),),
+    "2": (step("n16", "n16", 540),),
+    "3": (step("moe", "moe", 300), step("lm", "lm512", 180, "--match", "lm-512")),
+    "4": (
+        Command("bench_adamw.py", (), "adamw", 90),
+        Command("bench_pieces.py", (), "pieces", 40),
+        Command("curves.py", (*UNCOMPILED, "--budget-s", "150"), "curves", 170),
+        Command("sweep.py", (*UNCOMPILED, "--budget-s", "120"), "sweep", 140),
+        Command("bench_hf.py", (), "hf", 110),
+    ),
+}
+
+
+def arguments() -> argparse.Namespace:
+    """Command line."""
+    p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    p.add_argument("--call", choices=CALLS)
+    p.add_argument("--out", type=Path, default=Path("gpu-out"))
+    return p.parse_args()
+
+
+def run(command: Command, folder: Path) -> None:
+    """One command within its budget; its output goes to a log and, shortened, to the console."""
+    start = time.perf_counter()
+    log = folder / f"{command.out}.log"
+    with log.open("w") as sink:
+        try:
+            code = subprocess.run(
+                command.line(folder), stdout=sink, stderr=subprocess.STDOUT, timeout=command.seconds
+            ).returncode
+        except subprocess.TimeoutExpired:
+            code = -1
+    ending = "\n".join(log.read_text().splitlines()[-25:])
+    print(f"== {command.out}: exit {code}, {time.perf_counter() - start:.0f} s\n{ending}", flush=True)
+
+
+def main() -> None:
+    """Print the plan, or run one call of it."""
+    args = arguments()
+    if args.call is None:
+        for name, commands in CALLS.items():
+            print(f"call {name}: at most {sum(c.seconds for c in commands)} s")
+            for command in commands:
+                print(f"  {command.seconds:4d} s  {command.script} {' '.join(command.arguments)}")
+        return
+    args.out.mkdir(parents=True, exist_ok=True)
+    for command in CALLS[args.call]:
+        run(command, args.out)
+
+
+if __name__ == "__main__":
+    main()
