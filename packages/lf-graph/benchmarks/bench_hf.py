@@ -4,6 +4,7 @@
     python bench_hf.py --batches 4 --json results/hf4.json      # the other batch in a call of its own
     python bench_hf.py --budget-s 300 --json results/hf.json    # every row of both batches, one call
     python bench_hf.py --tiny                                   # any machine; times of the recorder say nothing
+    python report.py results/hf.json --mark hf --into ../README.md   # then name this command above the table
 
 The model is transformers' Qwen3 with the layers of Qwen3-0.6B, 24 of them (0.53 B parameters), random weights, rows of
 512 random tokens, all of it trained: bf16 autocast, float32 masters, AdamW. The row ``eager`` is plain PyTorch with the

@@ -2,6 +2,7 @@
 
     python bench_pieces.py --json pieces.json          # a block of the 1.65 B language model, on a GPU
     python bench_pieces.py --tiny                      # any machine; the recorder, so times say nothing
+    python bench_pieces.py --show results/pieces.json  # the table of a run
 
 For each way: seconds to capture, graph launches, kernels and milliseconds of forward and backward, median of windows;
 parity with the eager block first. The peer is ``torch.cuda.make_graphed_callables`` on the same block.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from measure import machine, synchronize, timed
+from report import markdown
 from torch import Tensor, nn
 
 from lf_graph import Chain, Spec, merge, shard_block
@@ -35,6 +37,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--tokens", type=int, default=512)
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--json", type=Path)
+    p.add_argument("--show", type=Path, help="print the table of these results, and measure nothing")
     return p.parse_args(argv)
 
 
@@ -83,6 +86,9 @@ def row(
 def main(argv: list[str] | None = None) -> None:
     """Measure and print."""
     args = arguments(argv)
+    if args.show:
+        print(table(json.loads(args.show.read_text())["rows"]))
+        return
     if not (torch.cuda.is_available() or args.tiny):
         print("bench_pieces needs a CUDA GPU; --tiny runs what a CPU can")
         return
@@ -152,16 +158,21 @@ def distance(found: Sequence[Tensor], want: Sequence[Tensor]) -> float:
     return max(float((a - b).norm() / b.norm()) for a, b in zip(found, want, strict=True))
 
 
+def table(rows: list[dict[str, Any]]) -> str:
+    """Results as Markdown."""
+    whole = next(r["ms"] for r in rows if r["row"] == "one graph")
+    header = ("way", "ms", "spread", "/ one graph", "capture s", "graphs", "kernels", "gradients differ")
+    lines = []
+    for r in rows:
+        cells = [r["row"], f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['ms'] / whole:.2f}"]
+        cells += [f"{r['capture_s']:.2f}", str(r.get("graphs", "")), str(r.get("operations", ""))]
+        lines.append([*cells, f"{r['difference']:.1e}" if "difference" in r else ""])
+    return markdown(header, lines)
+
+
 def report(rows: list[dict[str, Any]], device: torch.device, args: argparse.Namespace) -> None:
     """Print the table and write the JSON."""
-    whole = next(r["ms"] for r in rows if r["row"] == "one graph")
-    print("| way | ms | spread | / one graph | capture s | graphs | kernels | gradients differ |")
-    print("| --- | --- | --- | --- | --- | --- | --- | --- |")
-    for r in rows:
-        cells = [f"{r['ms']:.3f}", f"{r['spread']:.1%}", f"{r['ms'] / whole:.2f}", f"{r['capture_s']:.2f}"]
-        cells += [str(r.get("graphs", "")), str(r.get("operations", ""))]
-        cells.append(f"{r['difference']:.1e}" if "difference" in r else "")
-        print(f"| {r['row']} | " + " | ".join(cells) + " |")
+    print(table(rows))
     if args.json:
         known = {"version": 1, "machine": machine(device), "tokens": args.tokens, "rows": rows}
         args.json.write_text(json.dumps(known, indent=1))

@@ -3,6 +3,7 @@
 python report.py results/stock.json results/ours.json                 # print
 python report.py results/*.json --source stock --into peers/README.md   # between its two marker lines
 python report.py results/*.json --source stock --into peers/README.md --check   # fail if it is out of date
+python report.py results/hf*.json --mark hf --into ../README.md   # a document with several tables
 """
 
 from __future__ import annotations
@@ -15,7 +16,14 @@ from typing import Any
 
 Result = dict[str, Any]
 
-BEGIN, END = "<!-- results: begin -->", "<!-- results: end -->"
+
+def marks(name: str = "") -> tuple[str, str]:
+    """The two lines of a document between which a table stands; a document may have several, by name."""
+    label = f"results {name}".strip()
+    return f"<!-- {label}: begin -->", f"<!-- {label}: end -->"
+
+
+BEGIN, END = marks()
 
 COLUMNS: tuple[str, ...] = (
     "row",
@@ -145,16 +153,17 @@ def load(paths: Iterable[Path]) -> tuple[list[str], list[Result]]:
     return list(dict.fromkeys(machines)), list(found.values())
 
 
-def between_markers(text: str, body: str) -> str:
-    """``text`` with ``body`` between its two marker lines.
+def between_markers(text: str, body: str, mark: str = "") -> str:
+    """``text`` with ``body`` between the two marker lines of that name.
 
     Raises:
         ValueError: the markers are not there, once each and in order.
     """
-    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
-        raise ValueError(f"needs one line {BEGIN} and, below it, one line {END}")
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{body}\n\n{END}{rest.split(END)[1]}"
+    begin, end = marks(mark)
+    if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+        raise ValueError(f"needs one line {begin} and, below it, one line {end}")
+    before, rest = text.split(begin)
+    return f"{before}{begin}\n\n{body}\n\n{end}{rest.split(end)[1]}"
 
 
 def arguments(argv: list[str] | None) -> argparse.Namespace:
@@ -163,6 +172,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p.add_argument("json", nargs="+", type=Path)
     p.add_argument("--source", default="", help="only rows of this source: stock or ours")
     p.add_argument("--into", type=Path, help="a Markdown file with marker lines")
+    p.add_argument("--mark", default="", help="name in its marker lines, such as hf in 'results hf: begin'")
     p.add_argument("--check", action="store_true", help="change nothing; fail if --into is out of date")
     return p.parse_args(argv)
 
@@ -177,7 +187,7 @@ def main(argv: list[str] | None = None) -> None:
         print(body)
         return
     old = args.into.read_text()
-    new = between_markers(old, body)
+    new = between_markers(old, body, args.mark)
     if args.check and new != old:
         raise SystemExit(f"{args.into} is not what the results say; run this again without --check")
     args.into.write_text(new)
