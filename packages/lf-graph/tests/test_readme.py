@@ -17,7 +17,7 @@ from lf_graph import GraphError
 
 README = BENCHMARKS.parent / "README.md"
 TEXT = README.read_text(encoding="utf-8")
-COMMANDS = re.findall(r"`(python report\.py [^`]* --into \.\./README\.md[^`]*)`", TEXT)
+COMMANDS = re.findall(r"^    (python report\.py .* --into \.\./README\.md.*)$", TEXT, re.MULTILINE)
 bench = pytest.fixture(scope="module")(loaded)
 
 
@@ -40,7 +40,7 @@ def test_a_table_without_its_command_holds_no_number(bench: Any) -> None:
 
 def test_the_pieces_are_those_of_the_committed_run(bench: Any) -> None:
     pieces = importlib.import_module("bench_pieces")
-    (shown,) = re.findall(r"bench_pieces\.py --show (\S+)`", TEXT)
+    (shown,) = re.findall(r"bench_pieces\.py --show (\S+)\n", TEXT)
 
     assert pieces.table(json.loads((BENCHMARKS / shown).read_text())["rows"]) in TEXT
 
