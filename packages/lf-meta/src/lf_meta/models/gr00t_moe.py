@@ -5,7 +5,7 @@
 | size | layers x hidden, heads | experts x ffn | parameters | active for a token |
 |---|---|---|---|---|
 | base | 12 x 2048, 32 | 32 x 1024 | 2.824 B | 0.559 B |
-| 13b | 24 x 4096, 32 | 32 x 1152 | 12.90 B | 2.703 B |
+| 13b | 24 x 4096, 32 | 32 x 1152 | 12.90 B | 2.705 B |
 
 While training, ``loss_sum`` also holds count * (balance_weight * balance loss + z_weight * z-loss), each a mean over
 real tokens and summed over the layers, so that loss_sum / count is cross entropy + weighted losses. The weights 0.01
