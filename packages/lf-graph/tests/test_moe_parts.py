@@ -132,3 +132,12 @@ def test_a_backend_that_cannot_run_is_refused_with_the_reason() -> None:
         made(backend="grouped_mm").double()(torch.randn(4, 16, dtype=torch.float64))
     with pytest.raises(GraphError, match="no MoE backend 'cutlass'"):
         made(backend="cutlass")
+
+
+def test_the_mark_of_a_constant_function_is_the_one_torch_sets() -> None:
+    @torch.compiler.assume_constant_result
+    def constant() -> int:
+        return 1
+
+    assert vars(_moe_experts._major) == vars(constant)
+    assert vars(constant)

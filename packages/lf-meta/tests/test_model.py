@@ -1,6 +1,8 @@
 """gr00t_n16_lm: size, causality, positions, and agreement with plain formulas."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -93,3 +95,14 @@ def test_an_unknown_model_size_or_dimension_names_its_key(
 
 def test_a_model_can_come_from_any_module() -> None:
     assert build_model("lf_meta.models.gr00t_lm:build", "tiny", 16, {"layers": 1}).config.layers == 1
+
+
+def test_a_job_on_one_model_loads_nothing_that_only_other_models_need() -> None:
+    script = (
+        "import sys, lf_meta.jobs; from lf_meta.models import build_model\n"
+        "path = list(sys.path); build_model('gr00t_n16_lm', 'tiny', 256, {})\n"
+        "assert sys.path == path, 'the folder of the command is searched for module:callable only'\n"
+        "print([m for m in ('lf_graph', 'torch._dynamo', 'triton') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-P", "-c", script], capture_output=True, text=True)
+    assert done.stdout.strip() == "[]", done.stderr

@@ -93,10 +93,14 @@ def _obstacle(device: torch.device, dtype: torch.dtype, dims: tuple[int, ...]) -
     return ""
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _major(index: int | None) -> int:
     """First number of the card's compute capability."""
     return int(torch.cuda.get_device_capability(index)[0])
+
+
+# All that torch.compiler.assume_constant_result does, but for importing the compiler, and Triton with it: that doubles
+# the start of every process that imports lf_graph.
+_major._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def grouped_mm(x: Tensor, w: Tensor, offsets: Tensor) -> Tensor:

@@ -21,29 +21,27 @@ from typing import Literal
 from torch import nn
 
 from lf_meta.errors import ConfigError
-from lf_meta.models import gr00t_lm, gr00t_moe, gr00t_vla
 
 Builder = Callable[..., nn.Module]
 BatchKind = Literal["tokens", "mapping"]
-_BUILDERS: dict[str, Builder] = {
-    "gr00t_n16_lm": gr00t_lm.build,
-    "gr00t_n16_moe": gr00t_moe.build,
-    "gr00t_n16_vla": gr00t_vla.build,
+# Imported when it is built: what one model needs (gr00t_moe: lf_graph) must not slow the start of jobs on another.
+_BUILDERS = {
+    "gr00t_n16_lm": "lf_meta.models.gr00t_lm:build",
+    "gr00t_n16_moe": "lf_meta.models.gr00t_moe:build",
+    "gr00t_n16_vla": "lf_meta.models.gr00t_vla:build",
 }
 _KINDS: dict[str, BatchKind] = {"gr00t_n16_vla": "mapping"}  # of what is registered; the others take tokens
 
-__all__ = ["BatchKind", "build_model", "gr00t_lm", "gr00t_moe", "gr00t_vla"]
+__all__ = ["BatchKind", "build_model"]
 
 
 def _find(name: str) -> Builder:
-    if name in _BUILDERS:
-        return _BUILDERS[name]
-    module, sep, attribute = name.partition(":")
+    module, sep, attribute = _BUILDERS.get(name, name).partition(":")
     if not sep:
         raise ConfigError(
             "model.name", f"no model {name!r}; known: {', '.join(_BUILDERS)}, or module:callable"
         )
-    if os.getcwd() not in sys.path:
+    if name not in _BUILDERS and os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())  # as `python -m` does: a model may lie where the command is typed
     try:
         found = getattr(importlib.import_module(module), attribute)
