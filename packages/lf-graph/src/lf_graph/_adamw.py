@@ -39,6 +39,9 @@ class Launch:
         chunk: elements in one row of the chunk table, a multiple of 128; the norm is summed per chunk.
         vector: neighbouring elements of one thread: 4 keeps all of an element in one thread (bf16 moves by 8
             bytes), 8 moves bf16 by 16 bytes and pays with exchanges through shared memory.
+
+    Raises:
+        ValueError: sizes that do not go together.
     """
 
     block: int = 1024

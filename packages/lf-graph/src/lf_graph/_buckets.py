@@ -144,7 +144,11 @@ class Buckets:
         return result if self._unpad is None else cut_outputs(result, self._unpad, edge, call.length)
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
-        """One micro-batch of the step, padded; see :meth:`TrainStep.micro`."""
+        """One micro-batch of the step, padded; see :meth:`TrainStep.micro`.
+
+        Raises:
+            GraphError: the target is no TrainStep; else as a call, and as :meth:`TrainStep.micro`.
+        """
         self._step()
         call = self._read(args, kwargs)
         edge = self._edge(call.length)
@@ -152,7 +156,11 @@ class Buckets:
         self._run(edge, call)
 
     def update(self) -> StepResult:
-        """See :meth:`TrainStep.update`."""
+        """See :meth:`TrainStep.update`.
+
+        Raises:
+            GraphError: the target is no TrainStep, or no micro-batch came before.
+        """
         return self._step().update()
 
     def prepare(self, *args: Any, **kwargs: Any) -> None:
@@ -160,6 +168,9 @@ class Buckets:
 
         The largest comes first: smaller ones then find their memory in the pool. With fewer ``max_graphs`` than edges,
         the smallest are captured.
+
+        Raises:
+            GraphError, BudgetError, GraphCaptureError: as a call.
         """
         call = self._read(args, kwargs)
         for edge in reversed(self.edges[: self.max_graphs]):

@@ -45,6 +45,7 @@ class Captured:
         Raises:
             SignatureError: anything but tensor values differs from the captured call: shapes, dtypes, devices,
                 Python numbers, structure.
+            AddressError, ClosedError, StaleReplayError: as a :class:`Chain`.
         """
         if self._reason:
             self._eager += 1
@@ -115,6 +116,8 @@ def capture(
     Raises:
         GraphCaptureError: naming operation, file and line. Nothing stays allocated.
         BudgetError: the graphs would need more memory than allowed.
+        ShardedParameterError: a parameter behind ``fn`` is spread over ranks.
+        GraphError: no tensor among the arguments, or an unknown ``fallback``.
     """
     if fallback not in ("error", "eager"):
         raise GraphError(f'fallback={fallback!r}: it is "error" or "eager"')

@@ -61,6 +61,10 @@ class Chain:
         pool: share graph memory with other chains that never run between this one's forward and backward.
         max_bytes: budget of a pool of its own.
         copy_outputs: whether a call returns tensors that stay valid.
+
+    Raises:
+        GraphError: no elements, or names that do not fit together.
+        ShardedParameterError: a parameter behind an element is spread over ranks.
     """
 
     def __init__(
@@ -120,6 +124,7 @@ class Chain:
         Raises:
             GraphCaptureError: an operation that a graph cannot hold; everything made so far is freed.
             BudgetError: the graphs would need more memory than allowed.
+            GraphError: another number of tensors than the chain has inputs.
         """
         self._release()
         if len(args) != len(self.inputs):
@@ -183,7 +188,11 @@ class Chain:
     # -- calls ------------------------------------------------------------------------------------------------
 
     def __call__(self, *args: Tensor) -> Any:
-        """Replay; differentiable.
+        """Replay; differentiable, once.
+
+        Args:
+            args: tensors of the shapes, dtypes and device of the capture, in the order of the inputs; any strides.
+                Each is copied to its static place, unless it lies there.
 
         Returns:
             One tensor, or a tuple when several outputs are named.
@@ -191,6 +200,8 @@ class Chain:
         Raises:
             SignatureError: other shapes, dtypes, devices or training mode than at capture.
             AddressError: a parameter was moved since.
+            ClosedError: before :meth:`capture`, or after :meth:`close`.
+            StaleReplayError: in the backward, when another forward was replayed in the pool in between.
         """
         static = self._require_open()
         tensors = static.require(self.name, args, {})

@@ -18,6 +18,12 @@ class Eager:
     """A function that stays outside of graphs; it may read values back, change shapes inside, communicate.
 
     Its outputs must have the same shapes and dtypes at every call; they are copied to where the next graph reads.
+
+    Attributes:
+        fn: takes the input values in order as tensors, returns a tensor or a tuple of tensors; differentiable as usual.
+        inputs: names of the values it takes; empty means the outputs of the element before it.
+        outputs: names of what it returns; empty means one value with a name of its own.
+        name: for errors and statistics.
     """
 
     fn: Callable[..., Any]

@@ -24,7 +24,12 @@ class GraphCaptureError(GraphError):
 
 
 class SignatureError(GraphError):
-    """A replay was called with inputs that the graph was not captured for; lists each difference as old -> new."""
+    """A replay was called with inputs, constants or module modes that the graph was not captured for.
+
+    Attributes:
+        name: of the captured object.
+        differences: one text for each, as old -> new.
+    """
 
     def __init__(self, name: str, differences: list[str]) -> None:
         self.name, self.differences = name, differences
@@ -32,15 +37,21 @@ class SignatureError(GraphError):
 
 
 class AddressError(GraphError):
-    """Memory a graph uses by address was replaced (a parameter, a gradient or a buffer)."""
+    """Memory a graph uses by address was replaced (a parameter, a gradient, a buffer, or state of the optimizer).
+
+    The message names it. Write in place (``copy_``, ``load_state_dict`` without ``assign``), or capture anew.
+    """
 
 
 class StaleReplayError(GraphError):
-    """A backward came after its forward's saved tensors were overwritten by another replay."""
+    """A backward came after its forward's saved tensors were overwritten by another replay in its pool.
+
+    Run each backward before the next forward, or give the second chain a pool of its own.
+    """
 
 
 class BudgetError(GraphError):
-    """A capture would exceed the byte budget or the number of graphs allowed."""
+    """A capture would exceed the byte budget of its pool; raised before it is made, with the bytes in the message."""
 
 
 class ShardedParameterError(GraphError):
@@ -61,4 +72,4 @@ class ShardedParameterError(GraphError):
 
 
 class ClosedError(GraphError):
-    """Use after ``close()``."""
+    """Use before the first capture, or after ``close()``: capture, or make a new object."""

@@ -28,6 +28,7 @@ class Full:
     """Every key."""
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool [Q, K], all True; see :meth:`Pattern.allowed`."""
         return (query >= 0) & (key >= 0)
 
 
@@ -36,6 +37,7 @@ class Causal:
     """Keys up to the query's own position."""
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool [Q, K], True where key <= query; see :meth:`Pattern.allowed`."""
         return key <= query
 
 
@@ -52,6 +54,9 @@ class BlockSparse:
         window: blocks on each side of a query that it sees, its own included.
         global_blocks: first blocks that everyone sees and, when not causal, that see everyone.
         causal: never a key after the query.
+
+    Raises:
+        GraphError: a block or window below 1, or a negative number of global blocks.
     """
 
     block: int = 64
@@ -64,6 +69,7 @@ class BlockSparse:
             raise GraphError(f"{self}: block and window must be at least 1, global_blocks at least 0")
 
     def allowed(self, query: Tensor, key: Tensor) -> Tensor:
+        """bool [Q, K], True in the window, at the global blocks and, when causal, never after the query."""
         q, k = query // self.block, key // self.block
         near = (q - k).abs() < self.window
         if self.causal:
@@ -129,7 +135,7 @@ class DynamicMaskBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Bytes of everything preallocated."""
+        """Bytes of everything preallocated: the mask, and what writing it needs."""
         held = (
             self._position,
             self._allowed,
@@ -142,7 +148,7 @@ class DynamicMaskBuffer:
         return sum(t.nbytes for t in held if t is not None)
 
     def view(self, batch: int, capacity: int) -> Tensor:
-        """The mask [batch, 1, capacity, capacity] as it was last written.
+        """The mask [batch, 1, capacity, capacity] in the buffer's dtype, as it was last written.
 
         Raises:
             GraphError: batch or capacity beyond the buffer.

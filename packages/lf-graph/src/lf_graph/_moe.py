@@ -128,8 +128,12 @@ class MoE(nn.Module):
             keep: bool [...]; tokens where it is False (padding) go to no expert, give zero, and count in no
                 statistic or auxiliary loss.
 
+        Returns:
+            y like x in the dtype of the products; aux float32 []; counts int32 [E]. All on x's device.
+
         Raises:
-            GraphError: wrong width, or a ``keep`` that does not fit.
+            GraphError: wrong width, a ``keep`` that does not fit, a dtype other than the weights' outside of
+                autocast, or a requested backend that cannot run.
         """
         flat, kept = self._flat(x, keep)
         dtype = compute_dtype(self.experts.down, flat)

@@ -53,6 +53,9 @@ class Partition:
 
         Args:
             options: of the chain, such as ``autocast`` and ``max_bytes``.
+
+        Returns:
+            A chain that is not captured yet.
         """
         return Chain([s.element() for s in self.specs], self.inputs, self.outputs, **options)
 
@@ -86,6 +89,8 @@ def partition(module: nn.Module, *args: Any, **kwargs: Any) -> Partition:
     Raises:
         GraphCaptureError: a finding that belongs to no submodule, or a line of a followed forward that cannot be a
             node of a graph; with the line and the way out.
+        GraphError: no tensor among the arguments, a parameter or buffer is returned itself, or the parts do not give
+            the module's bits.
     """
     report = check(module, *args, **kwargs)
     eager = _eager_modules(module, report.errors)

@@ -28,6 +28,9 @@ class GraphPool:
         max_bytes, poison: as given.
         bytes: device memory taken by captures so far (0 on the recorder).
         predicted_bytes: what the warm-up of the last capture needed at its peak, known before capturing.
+
+    Raises:
+        GraphError: there are no graphs on that device.
     """
 
     def __init__(

@@ -49,7 +49,11 @@ def _oldest_first() -> list[Living]:
 
 
 def stats() -> list[Any]:
-    """Statistics of every captured object alive, oldest first: what each one's ``stats()`` returns."""
+    """Statistics of every captured object alive, oldest first: what each one's ``stats()`` returns.
+
+    Returns:
+        :class:`GraphStats` or :class:`BucketsStats`, which print well and have ``to_json()``.
+    """
     return [thing.stats() for thing in _oldest_first()]
 
 

@@ -33,9 +33,9 @@ Load = Callable[[list[Tensor]], int]
 class TrainStep:
     """Forward, backward, gradient accumulation, clipping and the optimizer, captured at the first batch.
 
-    The model is used as it is. Under bf16 autocast, parameters that the forward
-    reads only through their bf16 cast get a bf16 shadow that the optimizer writes: the same numbers without the
-    casts. Masters and optimizer state stay fp32, ``model.state_dict()`` and ``optimizer.state_dict()`` as usual.
+    The model is used as it is. Under bf16 autocast, parameters that the forward reads only through their bf16 cast
+    get a bf16 shadow that the optimizer writes: the same numbers without the casts. Masters and optimizer state stay
+    fp32, ``model.state_dict()`` and ``optimizer.state_dict()`` as usual.
 
     Args:
         model: the module whose parameters the optimizer trains; of a ``DistributedDataParallel`` the module inside,
@@ -51,12 +51,17 @@ class TrainStep:
         shadows: False keeps all parameters as they are.
         fused: True insists on the flat AdamW, False on the optimizer as it is.
         max_graphs: most signatures held; the least recently used is closed.
-        max_bytes: budget of graph memory.
+        max_bytes: budget of graph memory in bytes.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
             stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`. When it raises,
             the sums are incomplete, and the step can only be closed.
         launch: sizes of the optimizer's kernels.
         name: for errors and statistics.
+
+    Raises:
+        GraphError: options without meaning, a model compiled with graphs of its own, or one wrapped in a way that
+            the step cannot take over.
+        ShardedParameterError: a parameter is spread over ranks.
     """
 
     def __init__(
@@ -106,20 +111,31 @@ class TrainStep:
     def __call__(self, *args: Any, **kwargs: Any) -> StepResult:
         """One update from one micro-batch; the arguments are the loss function's.
 
+        Args:
+            args, kwargs: tensors in any nesting, copied to where the graph reads them (any strides), and constants,
+                which are part of the signature. The host waits for nothing.
+
         Raises:
-            SignatureError: shapes, dtypes or constants that were not captured, with ``max_graphs`` reached.
+            SignatureError: shapes, dtypes or constants that were not captured, with ``max_graphs`` 1.
             GraphCaptureError: at the first batch, naming the operation that a graph cannot hold.
+            BudgetError: at the first batch, more graph memory than allowed.
+            OptimizerError: at the first batch, an optimizer or parameter that no graph can update.
+            AddressError: a parameter or optimizer state got other memory since.
+            ClosedError: after :meth:`close`.
         """
         self.micro(*args, **kwargs)
         return self.update()
 
     def micro(self, *args: Any, **kwargs: Any) -> None:
-        """Forward and backward of one micro-batch; its gradients add to those since the last update."""
+        """Forward and backward of one micro-batch; its gradients add to those since the last update.
+
+        Raises as a call does, and a GraphError for more of them than ``accumulate``.
+        """
         tensors = tensors_of(args, kwargs)
         self._micro(args, kwargs, lambda places: copy_into(places, tensors))
 
     def capture(self, *args: Any, **kwargs: Any) -> None:
-        """Capture for batches like this one, which is not trained on."""
+        """Capture for batches like this one, which is not trained on; raises as a call does."""
         self._require_whole()
         self._require_graph(args, kwargs)
 
@@ -141,7 +157,12 @@ class TrainStep:
         self._counts["replays"] += len(graph.segment.graphs())
 
     def update(self) -> StepResult:
-        """Reduce, clip and step on the gradients since the last update."""
+        """Reduce, clip and step on the gradients since the last update; the host waits for nothing.
+
+        Raises:
+            GraphError: no micro-batch since the last update, or a sum over ranks that failed before.
+            OptimizerError: a hyper-parameter changed that the optimizer's graph holds as it was.
+        """
         self._require_whole()
         state = self._state
         if state is None or state.finish is None or state.optimize is None or not self._pending:
@@ -194,7 +215,7 @@ class TrainStep:
 
     @property
     def captures(self) -> int:
-        """Captures made so far."""
+        """Captures made so far, closed ones included."""
         count: int = self._counts["captures"]
         return count
 
@@ -338,7 +359,7 @@ class TrainStep:
         )
 
     def info(self) -> dict[str, str]:
-        """What was chosen automatically, and why."""
+        """What was chosen automatically, and why; a ClosedError before the first batch."""
         state = self._open()
         asked = f"compile={self._compile!r}"
         return {

@@ -54,6 +54,9 @@ def parameter_uses(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> dict[st
 
     Returns:
         :class:`ParameterUse` by the name ``named_parameters()`` gives.
+
+    Raises:
+        Exception: what ``fn`` raises.
     """
     names = names_behind(fn, args, kwargs)
     tensors = [t for t in tree_leaves((args, kwargs)) if isinstance(t, Tensor)]
