@@ -21,6 +21,8 @@ ROOT = Path(__file__).parent
 PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
+# lf-graph's check, partition and recipes are tested on its models, and gr00t_n16_vla against its blocks
+TORCH_DEV = ["torch==2.13.0", "transformers>=5"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
 BUILD = ["build", "hatchling>=1.27", "cffi>=1.17", "setuptools>=70"]
 GPU_WHEELS = [
@@ -34,6 +36,9 @@ GPU_WHEELS = [
 GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
+# Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
+# model stay together), and lf-graph's take half the time.
+PARALLEL = {"lf-graph": ["-n", "2"], "lf-meta": ["-n", "2", "--dist", "loadgroup"]}
 
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
@@ -81,7 +86,7 @@ def _environment(session: nox.Session, name: str, packages: list[str], tools: li
 
 
 def _torch_python(session: nox.Session) -> str:
-    return _environment(session, "torch", PACKAGES, ["torch==2.13.0", *DEV, *LINT, *BUILD])
+    return _environment(session, "torch", PACKAGES, [*TORCH_DEV, *DEV, *LINT, *BUILD])
 
 
 def _base_python(session: nox.Session) -> str:
@@ -125,10 +130,13 @@ def train(session: nox.Session) -> None:
 def tests(session: nox.Session, package: str) -> None:
     """The tests of one package."""
     python = _python_for(session, package)
-    # lf-meta's tests mostly wait for processes they start, each on one thread
-    parallel = ["-n", "2"] if package == "lf-meta" else []
+    parallel = PARALLEL.get(package, [])
+    threads = {"OMP_NUM_THREADS": "1"} if parallel else {}
     session.run(
-        python, "-m", "pytest", f"packages/{package}/tests", *parallel, *session.posargs, external=True
+        python,
+        *("-m", "pytest", f"packages/{package}/tests", *parallel, *session.posargs),
+        env=threads,
+        external=True,
     )
     if package == "lf-iouring":  # the loader also delivers tensors, when torch is there
         session.run(

@@ -1,8 +1,10 @@
 """Build every package into dist/, and prove that the wheels are what a user needs.
 
 - one wheel per package: abi3 when it has C, py3-none-any otherwise, and an sdist beside it
+- every wheel holds its py.typed
 - the torch-free wheels, installed in an empty environment with their dependencies, run their README's example
-- the same on Python 3.12 and 3.13 where they are installed
+- lf-graph's wheel does so with torch and none of its siblings, and without Triton
+- the torch-free ones also on Python 3.12 and 3.13 where they are installed
 - lf-iouring's sdist without a compiler still installs, with its Python engine
 """
 
@@ -12,6 +14,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -37,12 +40,15 @@ def build_all() -> None:
 
 
 def check_names() -> None:
-    """Compiled packages give one abi3 wheel, pure ones a universal wheel."""
+    """Compiled packages give one abi3 wheel, pure ones a universal wheel; all of them are typed."""
     for package in sorted((ROOT / "packages").iterdir()):
         wheels = list(DIST.glob(f"{package.name.replace('-', '_')}-*.whl"))
         kind = "-cp311-abi3-linux_" if (package / "csrc").exists() else "-py3-none-any"
         if len(wheels) != 1 or kind not in wheels[0].name:
             sys.exit(f"{package.name}: expected one {kind} wheel, found {[w.name for w in wheels]}")
+        marker = f"{package.name.replace('-', '_')}/py.typed"
+        if marker not in zipfile.ZipFile(wheels[0]).namelist():
+            sys.exit(f"{wheels[0].name}: no {marker}")
 
 
 def example(package: str) -> str:
@@ -69,6 +75,26 @@ def install_alone() -> None:
             "import lf_iouring._native, importlib.util; assert importlib.util.find_spec('torch') is None",
         )
         run(f"{folder}/bin/lf-format", "--help")
+
+
+def install_with_torch() -> None:
+    """lf-graph in an empty environment with the torch of constraints.txt alone: no sibling, and no Triton."""
+    with tempfile.TemporaryDirectory() as folder:
+        run(sys.executable, "-m", "venv", folder)
+        python = f"{folder}/bin/python"
+        constraints = str(ROOT / "constraints.txt")
+        run(python, *PIP, "install", "--find-links", str(DIST), "-c", constraints, "lf-graph", "torch")
+        # -I: neither this checkout nor PYTHONPATH may lend what the wheel lacks
+        print(run(python, "-I", "-c", example("lf-graph"), cwd=folder))
+        run(
+            python,
+            "-I",
+            "-c",
+            "import sys, lf_graph, importlib.metadata as m; assert lf_graph.__file__.startswith(sys.prefix)\n"
+            "found = {d.name.lower() for d in m.distributions()}\n"
+            "assert {n for n in found if n.startswith('lf-')} == {'lf-graph'}, found\n"
+            "assert 'triton' not in sys.modules",
+        )
 
 
 def install_on_newer_pythons() -> None:
@@ -101,6 +127,7 @@ if __name__ == "__main__":
     build_all()
     check_names()
     install_alone()
+    install_with_torch()
     install_on_newer_pythons()
     install_without_compiler()
     print("wheels: ok")

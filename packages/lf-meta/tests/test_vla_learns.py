@@ -26,7 +26,8 @@ from lf_meta.models.gr00t_vla_data import RobotInputs
 
 EPISODES, HELD_OUT, STEPS, ROWS, LATER = 40, range(32, 40), 120, 32, [0, 1, 2, 3]
 Batch = dict[str, Tensor]
-pytestmark = pytest.mark.slow  # 11 s alone on one core, nearly all of it training
+# 11 s alone on one core, nearly all of it training, once: two processes of xdist must not both do it
+pytestmark = [pytest.mark.slow, pytest.mark.xdist_group("robot")]
 
 
 @dataclass
