@@ -21,7 +21,7 @@ import torch
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
-from lf_graph._recorder import Refusing
+from lf_graph._recorder import refusing
 
 
 @functools.cache
@@ -243,7 +243,7 @@ class CudaBackend:
 def _diagnose(fn: Callable[[], object]) -> GraphCaptureError | None:
     """Run ``fn`` again without a capture, to learn the operator and the line that CUDA only calls a failure."""
     try:
-        with Refusing():
+        with refusing():
             fn()
     except GraphCaptureError as named:
         return named

@@ -221,14 +221,3 @@ def _drawing(fn: Callable[..., Any], name: str, sink: Sink) -> Callable[..., Any
         return fn(*args, **kwargs)
 
     return draw
-
-
-@contextmanager
-def as_if_capturing() -> Iterator[None]:
-    """Let code that asks whether a capture is on take the branch of a capture (Hugging Face masks do)."""
-    real = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        yield
-    finally:
-        torch.cuda.is_current_stream_capturing = real

@@ -22,8 +22,8 @@ from lf_graph._check import check
 from lf_graph._errors import GraphCaptureError, GraphError
 from lf_graph._findings import Finding, Report
 from lf_graph._names import names_behind
-from lf_graph._observe import as_if_capturing
 from lf_graph._preserve import preserved
+from lf_graph._recorder import as_if_capturing
 from lf_graph._specs import Kind, Spec, evaluate
 from lf_graph._trace import Context, Position, Traced, trace
 

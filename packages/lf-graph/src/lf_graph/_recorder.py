@@ -9,7 +9,7 @@ a result of unknown size) is refused here by the operator's name. It proves logi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,6 +87,24 @@ class Refusing(TorchDispatchMode):
     ) -> Any:
         _raise_if_refused(func, args, kwargs or {})
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def as_if_capturing() -> Iterator[None]:
+    """Let code that asks whether a capture is on take the branch of a capture (Hugging Face masks do)."""
+    real = torch.cuda.is_current_stream_capturing
+    torch.cuda.is_current_stream_capturing = lambda: True
+    try:
+        yield
+    finally:
+        torch.cuda.is_current_stream_capturing = real
+
+
+@contextmanager
+def refusing() -> Iterator[None]:
+    """Run the branch of a capture without one, and raise at what a graph could not hold."""
+    with as_if_capturing(), Refusing():
+        yield
 
 
 def _raise_if_refused(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
@@ -186,9 +204,11 @@ class _Recording:
 
     owner: RecordBackend
     mode: _Mode = field(default_factory=_Mode)
+    entered: ExitStack = field(default_factory=ExitStack)
 
     def __post_init__(self) -> None:
-        self.mode.__enter__()  # type: ignore[no-untyped-call]
+        self.entered.enter_context(as_if_capturing())
+        self.entered.enter_context(self.mode)
         self.owner.depth += 1
 
     def end(self) -> RecordedGraph:
@@ -199,7 +219,7 @@ class _Recording:
     def abort(self) -> None:
         """Stop; nothing is kept by this object's owner."""
         self.owner.depth -= 1
-        self.mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self.entered.close()
 
 
 class RecordBackend:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lf_graph._backend import Backend, Graph, Position
 from lf_graph._gradients import Collect, GradientSink
 from lf_graph._pool import GraphPool
-from lf_graph._recorder import Refusing
+from lf_graph._recorder import refusing
 
 Autocast = Callable[[], AbstractContextManager[Any]]
 
@@ -143,7 +143,7 @@ class Segment:
         Raises:
             GraphCaptureError: naming operator, file and line.
         """
-        self._run_eagerly(values, Collect(), Refusing)
+        self._run_eagerly(values, Collect(), refusing)
 
     def _run_eagerly(
         self, values: dict[str, Tensor], sink: GradientSink, mode: Autocast = nullcontext

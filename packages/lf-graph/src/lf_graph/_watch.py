@@ -18,8 +18,9 @@ from lf_graph._findings import Finding
 from lf_graph._frames import is_torchs, locate
 from lf_graph._launches import triton_launches
 from lf_graph._names import Names
-from lf_graph._observe import as_if_capturing, host_calls
+from lf_graph._observe import host_calls
 from lf_graph._preserve import Preserved
+from lf_graph._recorder import as_if_capturing
 from lf_graph._rules import Verdict, classify, classify_call
 from lf_graph._schema import op_name, writes
 from lf_graph._stream import Step, step
