@@ -54,11 +54,11 @@ CALLS: dict[str, tuple[Command, ...]] = {
     "3": (step("moe", "moe", 300), step("lm", "lm512", 180, "--match", "lm-512")),
     "4": (
         Command("bench_adamw.py", (), "adamw", 90),
-        Command("bench_pieces.py", (), "pieces", 40),
-        Command("curves.py", (*UNCOMPILED, "--budget-s", "150"), "curves", 170),
-        Command("sweep.py", (*UNCOMPILED, "--budget-s", "120"), "sweep", 140),
-        Command("bench_hf.py", (), "hf", 110),
+        Command("curves.py", (*UNCOMPILED, "--budget-s", "140"), "curves", 150),
+        Command("sweep.py", (*UNCOMPILED, "--budget-s", "120"), "sweep", 130),
+        Command("bench_hf.py", ("--batches", "1", "--budget-s", "165"), "hf", 175),
     ),
+    "5": (Command("bench_pieces.py", (), "pieces", 40),),
 }
 
 
