@@ -127,7 +127,20 @@ def test_a_read_back_is_named_and_leaves_no_trace_and_a_mended_model_works(
 
 @pytest.mark.parametrize(
     ("options", "said"),
-    [({"accumulate": 0}, "accumulate"), ({"max_graphs": 0}, "max_graphs"), ({"model": "no module"}, "a str")],
+    [
+        ({"accumulate": 0}, "accumulate=0"),
+        ({"accumulate": 2.5}, "accumulate=2.5"),
+        ({"max_graphs": 0}, "max_graphs=0"),
+        ({"clip": None}, "clip=None"),
+        ({"clip": -1.0}, r"clip=-1\.0"),
+        ({"clip": float("nan")}, "clip=nan"),
+        ({"compile": "yes"}, "compile='yes'"),
+        ({"autocast": "bf16"}, r"autocast='bf16'.*torch\.bfloat16"),
+        ({"autocast": torch.float16}, r"scaler.*torch\.bfloat16"),
+        ({"model": "no module"}, "a str"),
+        ({"optimizer": "adamw"}, "a str"),
+        ({"optimizer": torch.optim.LBFGS(nn.Linear(2, 2).parameters())}, "LBFGS"),
+    ],
 )
 def test_arguments_without_meaning_are_refused_at_construction(options: dict[str, Any], said: str) -> None:
     model = model_of()
@@ -150,6 +163,42 @@ def test_another_shape_is_refused_with_both_shapes() -> None:
         ]
         step(*batches(1, length=6)[0])
         assert step.stats().captures == 1
+
+
+def test_an_argument_more_or_less_is_refused_by_its_name() -> None:
+    model = model_of()
+    with TrainStep(model, cases.adamw(model), loss=lambda ids, targets: model(ids, targets)) as step:
+        ids, targets = batches(1)[0]
+        step(ids, targets)
+        with pytest.raises(SignatureError) as caught:
+            step(ids, targets=targets)
+    assert caught.value.differences == ["args[1]: given -> missing", "kwargs['targets']: missing -> given"]
+
+
+def test_a_numpy_array_is_refused_at_the_first_batch_and_named() -> None:
+    model = model_of()
+    ids, targets = batches(1)[0]
+    with (
+        TrainStep(model, cases.adamw(model)) as step,
+        pytest.raises(GraphError, match=r"args\[1\] is a numpy array.*from_numpy"),
+    ):
+        step(ids, targets.numpy())
+
+
+def test_a_parameter_frozen_after_the_capture_is_not_trained_on_in_silence() -> None:
+    for build in (cases.adamw, sgd):
+        model = model_of()
+        with TrainStep(model, build(model)) as step:
+            step(*batches(1)[0])
+            model.embedding.requires_grad_(False)
+            before = snapshot(model)
+            with pytest.raises(
+                SignatureError, match=r"embedding\.weight: True -> False; make a new TrainStep"
+            ):
+                step(*batches(1)[0])
+            assert equal(snapshot(model), before)
+            model.embedding.requires_grad_(True)
+            step(*batches(1)[0])
 
 
 def test_another_constant_is_refused() -> None:
@@ -176,7 +225,7 @@ def test_the_mode_of_the_model_is_part_of_the_graph() -> None:
             step(*batches(1)[0])
         model.train()
         next(m for m in model.modules() if isinstance(m, nn.Dropout)).eval()  # a part of it counts too
-        with pytest.raises(SignatureError, match=r"training of a Dropout: True -> False$"):
+        with pytest.raises(SignatureError, match=r"another call: training of a Dropout: True -> False;"):
             step(*batches(1)[0])
         model.train()
         step(*batches(1)[0])

@@ -24,16 +24,21 @@ class GraphCaptureError(GraphError):
 
 
 class SignatureError(GraphError):
-    """A replay was called with inputs, constants or module modes that the graph was not captured for.
+    """A replay was called with inputs that the graph was not captured for; lists each difference as old -> new.
 
     Attributes:
-        name: of the captured object.
-        differences: one text for each, as old -> new.
+        differences: each as ``path: old -> new``.
+        fix: what to do instead.
     """
 
-    def __init__(self, name: str, differences: list[str]) -> None:
-        self.name, self.differences = name, differences
-        super().__init__(f"{name} was captured for other inputs: {'; '.join(differences)}")
+    def __init__(
+        self,
+        name: str,
+        differences: list[str],
+        fix: str = "call it as it was captured, pad to these shapes (lf_graph.Buckets), or capture once more",
+    ) -> None:
+        self.name, self.differences, self.fix = name, differences, fix
+        super().__init__(f"{name} was captured for another call: {'; '.join(differences)}; {fix}")
 
 
 class AddressError(GraphError):

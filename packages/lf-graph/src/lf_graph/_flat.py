@@ -335,7 +335,7 @@ class FlatParameters:
     def _raise_moved(self) -> None:
         for p, slot, address in zip(self.parameters, self.layout.slots, self._addresses, strict=True):
             if p.data_ptr() != address:
-                fix = "change it in place, and move or convert the model before FlatParameters is built"
+                fix = "change it in place, and move or convert the model before the first step"
                 raise AddressError(f"the data of {slot.name} was replaced; {fix}")
 
     def _raise_replaced(self, p: Tensor, key: str) -> NoReturn:
@@ -345,7 +345,7 @@ class FlatParameters:
     def _raise_added(self, p: Tensor) -> NoReturn:
         name = next(m.name for m in _members(self.optimizer, ()) if m.parameter is p)
         why = "was added to the optimizer or unfrozen after the flat buffers were laid out"
-        raise AddressError(f"{name} {why}; build FlatParameters after that")
+        raise AddressError(f"{name} {why}; make a new TrainStep after that")
 
     def close(self) -> None:
         """Takes our hooks off the optimizer; parameters and state stay where they are."""

@@ -48,4 +48,5 @@ class TrainingModes:
         if now != self._flags:
             changed = zip(self._modules, self._flags, now, strict=True)
             found = [f"training of a {type(m).__name__}: {a} -> {b}" for m, a, b in changed if a is not b]
-            raise SignatureError(name, list(dict.fromkeys(found)))
+            fix = "call train() or eval() as before the capture, or capture once more in this mode"
+            raise SignatureError(name, list(dict.fromkeys(found)), fix)

@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils import _pytree as pytree
 
-from lf_graph._errors import SignatureError
+from lf_graph._errors import GraphError, SignatureError
 
 
 @dataclass(frozen=True)
@@ -49,14 +50,22 @@ class Signature:
         if self.same(other):
             return []
         if self.structure != other.structure:
-            return [f"structure: {self.structure} -> {other.structure}"]
+            return _structural(self.structure, other.structure)
         paths = _paths(self.structure)
         pairs = zip(paths, self.leaves, other.leaves, strict=True)
         return [f"{path}: {old} -> {new}" for path, old, new in pairs if not _same(old, new)]
 
 
 def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and bool(a == b or a is b)
+    return type(a) is type(b) and (a is b or bool(a == b))
+
+
+def _structural(old: pytree.TreeSpec, new: pytree.TreeSpec) -> list[str]:
+    """Which arguments came or went; the structures themselves where the same paths lie in other containers."""
+    before, now = _paths(old), _paths(new)
+    gone = [f"{path}: given -> missing" for path in before if path not in now]
+    came = [f"{path}: missing -> given" for path in now if path not in before]
+    return [*gone, *came] or [f"structure: {old} -> {new}"]
 
 
 def _paths(structure: pytree.TreeSpec) -> list[str]:
@@ -72,8 +81,18 @@ def spec_of(tensor: Tensor) -> TensorSpec:
 
 
 def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
-    """The signature of a call."""
+    """The signature of a call.
+
+    Raises:
+        GraphError: it holds a numpy array, which would be frozen as it is.
+    """
     leaves, structure = pytree.tree_flatten((args, kwargs))
+    for i, leaf in enumerate(leaves):
+        if isinstance(leaf, np.ndarray):
+            raise GraphError(
+                f"{_paths(structure)[i]} is a numpy array, and a graph would keep its values for ever: give "
+                "torch.from_numpy(array) on the device of the model"
+            )
     return Signature(structure, tuple(spec_of(x) if isinstance(x, Tensor) else x for x in leaves))
 
 

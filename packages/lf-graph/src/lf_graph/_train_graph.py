@@ -79,7 +79,10 @@ def as_sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
     scalars = [x for x in pair if isinstance(x, Tensor) and x.numel() == 1]
     if len(scalars) != len(pair) or len(pair) not in (1, 2):
         shapes = [tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__ for x in pair]
-        raise GraphError(f"the loss must be a scalar, or (loss sum, count); it returned {shapes}")
+        raise GraphError(
+            f"the loss must be a scalar, or (loss sum, count) as tensors; it returned {shapes}. Give "
+            "loss=lambda ...: the part of the result that is the loss"
+        )
     total = pair[0].reshape(())
     count = pair[1].reshape(()) if len(pair) == 2 else torch.ones((), device=total.device)
     return total, count

@@ -21,6 +21,7 @@ from lf_graph._segment import Autocast
 from lf_graph._sinks import Direct, Into, require_all_used
 from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
+from lf_graph._step_options import ANOTHER_SIGNATURE, require_optimizer, require_options
 from lf_graph._step_result import StepResult
 from lf_graph._step_state import StepState, copies_of
 from lf_graph._train_graph import MicroGraph, Recipe
@@ -84,8 +85,10 @@ class TrainStep:
         launch: Launch | None = None,
         name: str = "step",
     ) -> None:
-        if accumulate < 1 or max_graphs < 1:
-            raise GraphError("accumulate and max_graphs are at least 1")
+        require_options(
+            accumulate=accumulate, max_graphs=max_graphs, clip=clip, autocast=autocast, compile=compile
+        )
+        require_optimizer(optimizer)
         self._parallel = unwrap(model, reduce)
         model, reduce = self._parallel.module, self._parallel.reduce
         require_no_own_graphs([model])
@@ -101,9 +104,7 @@ class TrainStep:
         self._pending = 0
         self._broken, self._closed = "", False
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
-        self._hooks = [
-            model.register_load_state_dict_post_hook(lambda *_: self._require_members()),
-        ]
+        self._hooks = [model.register_load_state_dict_post_hook(lambda *_: self._require_members())]
         register(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -144,10 +145,12 @@ class TrainStep:
         self._require_whole()
         if self._pending >= self.accumulate:
             raise GraphError(
-                f"{self._pending} micro-batches since the last update; accumulate={self.accumulate}"
+                f"{self._pending} micro-batches since the last update and accumulate={self.accumulate}: "
+                "call update() first, or give a larger accumulate"
             )
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
+        state.require_trained(self.name)
         state.follow()
         if not self._pending:
             self._parallel.before_update_begins()
@@ -272,14 +275,7 @@ class TrainStep:
             launch=self._launch,
         )
         compile = "off" if backend.executes_captures else self._compile
-        recipe = Recipe(
-            (self.model,),
-            self.loss,
-            autocast,
-            compile,
-            self._options,
-            update.stand_ins(),
-        )
+        recipe = Recipe((self.model,), self.loss, autocast, compile, self._options, update.stand_ins())
         return StepState(backend, recipe, update, GraphPool(backend, self._max_bytes))
 
     def _autocast(self, backend: Backend) -> Autocast:
@@ -310,7 +306,8 @@ class TrainStep:
             found.require_mode(self.name)
             return found
         if state.graphs and self.max_graphs == 1:
-            raise SignatureError(self.name, state.graphs[-1].static.signature.differences(signature))
+            differences = state.graphs[-1].static.signature.differences(signature)
+            raise SignatureError(self.name, differences, ANOTHER_SIGNATURE)
         while len(state.graphs) >= self.max_graphs:
             state.backend.synchronize()
             state.graphs.pop(0).close()

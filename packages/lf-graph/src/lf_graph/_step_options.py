@@ -1,0 +1,49 @@
+"""What a ``TrainStep`` can be asked for, checked where it is asked and not at the first batch."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, get_args
+
+import torch
+
+from lf_graph._compile import CompileMode
+from lf_graph._errors import GraphError
+
+ANOTHER_SIGNATURE = (
+    "drop or pad what differs (lf_graph.Buckets pads lengths), or allow one more graph with max_graphs=2"
+)
+
+
+def require_optimizer(optimizer: Any) -> None:
+    """Refuse what cannot make a step by itself.
+
+    Raises:
+        GraphError: naming its type.
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise GraphError(f"the optimizer is a {type(optimizer).__name__}, not a torch.optim.Optimizer")
+    if isinstance(optimizer, torch.optim.LBFGS):
+        raise GraphError("LBFGS calls the loss again and reads it back in every step: use torch.optim.AdamW")
+
+
+def require_options(*, accumulate: Any, max_graphs: Any, clip: Any, autocast: Any, compile: Any) -> None:
+    """Refuse options that a step cannot have.
+
+    Raises:
+        GraphError: naming the option, what was given and what it takes.
+    """
+    for name, value in (("accumulate", accumulate), ("max_graphs", max_graphs)):
+        if not isinstance(value, int) or value < 1:
+            raise GraphError(f"{name}={value!r}: give a whole number, at least 1")
+    if not isinstance(clip, (int, float)) or not math.isfinite(clip) or clip < 0:
+        raise GraphError(f"clip={clip!r}: give the largest gradient norm, or 0 for no clipping")
+    if compile not in get_args(CompileMode):
+        raise GraphError(f"compile={compile!r}: it is one of {', '.join(map(repr, get_args(CompileMode)))}")
+    if autocast is torch.float16:
+        raise GraphError(
+            "autocast=torch.float16 needs a gradient scaler, which reads its verdict back at every step: use "
+            "torch.bfloat16"
+        )
+    if autocast is not None and not isinstance(autocast, torch.dtype):
+        raise GraphError(f"autocast={autocast!r}: give a dtype such as torch.bfloat16, or None")
