@@ -349,6 +349,37 @@ def test_an_eager_element_must_return_what_it_named() -> None:
         chain.capture(data())
 
 
+@pytest.mark.parametrize(
+    ("fn", "message"),
+    [
+        (lambda x: (x, x), r"doubler returned 2 values, named \['y'\]"),
+        (lambda x: {"y": x}, r"doubler returned \['dict'\]: a piece gives one tensor"),
+    ],
+)
+def test_a_piece_must_return_what_it_named(fn: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Chain([Piece(fn, ("x",), ("y",), name="doubler")], ("x",), ("y",)).capture(data())
+
+
+@pytest.mark.parametrize(
+    ("later", "difference"),
+    [
+        (lambda x: x[:1], r"float32\[3, 4\] on cpu -> float32\[1, 4\] on cpu"),  # a copy would broadcast it
+        (lambda x: x.double(), r"float32\[3, 4\] on cpu -> float64\[3, 4\] on cpu"),  # and round this
+    ],
+)
+def test_an_eager_element_that_gives_another_shape_or_dtype_later_is_refused(
+    later: Any, difference: str
+) -> None:
+    does = [torch.relu]
+    chain = Chain([Piece(torch.sin), Eager(lambda x: does[0](x), (), ("kept",)), Piece(torch.cos)])
+    chain.capture(data())
+    chain(data())
+    does[0] = later
+    with pytest.raises(SignatureError, match=f"chain: kept .*{difference}; let the eager element"):
+        chain(data())
+
+
 # -- inputs, calls, errors ---------------------------------------------------------------------------------
 
 
@@ -364,8 +395,14 @@ def test_elements_left_unnamed_follow_each_other() -> None:
     ("elements", "message"),
     [
         ([], "at least one element"),
-        ([Piece(torch.relu, ("z",), ("y",))], r"element 0: nothing before it gives \['z'\]"),
-        ([Piece(torch.relu, ("x",), ("x",))], r"given twice: \['x'\]"),
+        (
+            [Piece(torch.relu, ("z",), ("y",))],
+            r"piece0 takes \['z'\], which nothing before it gives; there are: x",
+        ),
+        ([Piece(torch.relu, ("x",), ("x",))], r"piece0 gives \['x'\], which are there already"),
+        ([Piece(torch.relu, ("x",), ("z",))], r"nothing gives the outputs \['y'\]; there are: x, z"),
+        ([Piece(torch.relu, "x", ("y",))], r"inputs of piece0: .* write \('x',\)"),  # type: ignore[arg-type]
+        ([nn.ReLU()], "element 0 is a ReLU: wrap it in Piece, or in Eager"),
     ],
 )
 def test_a_chain_that_does_not_fit_together_is_refused(elements: list[Element], message: str) -> None:

@@ -11,8 +11,19 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lf_graph._backend import backend_for
-from lf_graph._elements import Eager, Element, Stage, call_eager, resolve, run_eager, stages_of
-from lf_graph._errors import ClosedError, GraphError
+from lf_graph._elements import (
+    Eager,
+    Element,
+    Stage,
+    call_eager,
+    require_elements,
+    require_given,
+    require_names,
+    resolve,
+    run_eager,
+    stages_of,
+)
+from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._gradients import InPlace
 from lf_graph._modes import TrainingModes
 from lf_graph._parallel import require_local
@@ -20,7 +31,7 @@ from lf_graph._pool import GraphPool
 from lf_graph._registry import forget, register
 from lf_graph._sandbox import aliases, buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
-from lf_graph._static import StaticInputs, copy_into
+from lf_graph._static import StaticInputs, copy_into, spec_of
 from lf_graph._stats import GraphStats
 
 
@@ -79,11 +90,13 @@ class Chain:
         max_bytes: int | None = None,
         copy_outputs: bool = True,
     ) -> None:
-        if not elements:
-            raise GraphError("a chain needs at least one element")
+        require_elements(elements)
+        require_names(inputs, f"inputs of {name}")
+        require_names(outputs, f"outputs of {name}")
         self.inputs = tuple(inputs) or elements[0].inputs or ("input",)
         self.elements = resolve(elements, self.inputs)
         self.outputs = tuple(outputs) or self.elements[-1].outputs
+        require_given(self.outputs, self.elements, self.inputs)
         self.name, self.copy_outputs = name, copy_outputs
         self.autocast: Autocast = autocast or nullcontext
         self._pool, self._max_bytes = pool, max_bytes
@@ -234,6 +247,8 @@ class Chain:
             self._pool.spoil(segment.grads.values(), self._lasting(stage))
         # the chain's own inputs are there already; a second copy would look like a change to what eager code saved
         new = [i for i, n in enumerate(stage.inputs) if n not in self.inputs]
+        for i in new:
+            _require_like(stage.fixed[i], tensors[i], f"{self.name}: {stage.inputs[i]}")
         self._copies += copy_into([stage.fixed[i] for i in new], [tensors[i] for i in new])
         segment.replay_forward()
         self._replays += len(segment.captured)
@@ -311,6 +326,13 @@ class Chain:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _require_like(place: Tensor, value: Tensor, name: str) -> None:
+    """Refuse what an eager element gave in another shape or dtype: a copy would spread or convert it in silence."""
+    if place.shape != value.shape or place.dtype != value.dtype:
+        fix = "let the eager element give the same shape and dtype at every call"
+        raise SignatureError(name, [f"{spec_of(place)} -> {spec_of(value)}"], fix)
 
 
 def _load(seed: Tensor, grad: Tensor | None) -> None:

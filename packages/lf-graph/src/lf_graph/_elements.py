@@ -39,6 +39,32 @@ class Eager:
 Element = Piece | Eager
 
 
+def require_elements(elements: Sequence[Any]) -> None:
+    """Refuse an empty chain, and what is neither a piece nor eager.
+
+    Raises:
+        GraphError: naming the first such element.
+    """
+    if not elements:
+        raise GraphError("a chain needs at least one element")
+    for i, element in enumerate(elements):
+        if not isinstance(element, Element):
+            kind = type(element).__name__
+            raise GraphError(
+                f"element {i} is a {kind}: wrap it in Piece, or in Eager to keep it out of graphs"
+            )
+
+
+def require_names(names: Any, what: str) -> None:
+    """Refuse a string in the place of a tuple of names: it would be taken for one name per letter.
+
+    Raises:
+        GraphError: saying how to write it.
+    """
+    if isinstance(names, str):
+        raise GraphError(f"{what}: names come as a tuple; write ({names!r},)")
+
+
 def resolve(elements: Sequence[Element], inputs: Sequence[str]) -> list[Element]:
     """Fill in what was left out: each element takes what the one before it gave, and names itself.
 
@@ -47,17 +73,31 @@ def resolve(elements: Sequence[Element], inputs: Sequence[str]) -> list[Element]
     """
     known, last, resolved = set(inputs), tuple(inputs), []
     for i, element in enumerate(elements):
+        name = element.name or f"{type(element).__name__.lower()}{i}"
+        require_names(element.inputs, f"inputs of {name}")
+        require_names(element.outputs, f"outputs of {name}")
         takes = element.inputs or last
         gives = element.outputs or (f"_{i}",)
-        missing = [n for n in takes if n not in known]
-        twice = [n for n in gives if n in known]
-        if missing or twice:
-            raise GraphError(f"element {i}: nothing before it gives {missing}, given twice: {twice}")
-        name = element.name or f"{type(element).__name__.lower()}{i}"
+        if missing := [n for n in takes if n not in known]:
+            have = ", ".join(sorted(known))
+            raise GraphError(f"{name} takes {missing}, which nothing before it gives; there are: {have}")
+        if twice := [n for n in gives if n in known]:
+            raise GraphError(f"{name} gives {twice}, which are there already: choose other names")
         resolved.append(replace(element, inputs=takes, outputs=gives, name=name))
         known |= set(gives)
         last = gives
     return resolved
+
+
+def require_given(outputs: Sequence[str], elements: Sequence[Element], inputs: Sequence[str]) -> None:
+    """Refuse an output of the chain that is no value of it.
+
+    Raises:
+        GraphError: naming it and what there is.
+    """
+    given = [*inputs, *(n for e in elements for n in e.outputs)]
+    if missing := [n for n in outputs if n not in given]:
+        raise GraphError(f"nothing gives the outputs {missing}; there are: {', '.join(given)}")
 
 
 @dataclass

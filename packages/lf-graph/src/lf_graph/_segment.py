@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph._backend import Backend, Graph, Position
+from lf_graph._errors import GraphError
 from lf_graph._gradients import Collect, GradientSink
 from lf_graph._pool import GraphPool
 from lf_graph._recorder import refusing
@@ -247,7 +248,11 @@ class Segment:
         else:
             run.forward(self.autocast)
         if len(run.outputs) != len(piece.outputs):
-            raise ValueError(f"{piece.name} returned {len(run.outputs)} values, named {list(piece.outputs)}")
+            raise GraphError(f"{piece.name} returned {len(run.outputs)} values, named {list(piece.outputs)}")
+        if strange := [type(o).__name__ for o in run.outputs if not isinstance(o, Tensor)]:
+            raise GraphError(
+                f"{piece.name} returned {strange}: a piece gives one tensor, or a tuple of tensors"
+            )
         self.values |= dict(zip(piece.outputs, run.outputs, strict=True))
         self._runs.append(run)
 
