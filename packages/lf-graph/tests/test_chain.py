@@ -455,6 +455,17 @@ def test_other_shapes_and_modes_are_refused() -> None:
         chain(data())
 
 
+def test_a_parameter_frozen_after_the_capture_is_refused_until_the_next_one() -> None:
+    m = linears(2)
+    chain = Chain([Piece(m[0]), Piece(m[1])]).capture(data())
+    m[0].weight.requires_grad_(False)
+    with pytest.raises(SignatureError, match=r"requires_grad .*\[4, 4\]: True -> False; capture again"):
+        chain(data())
+    chain.capture(data())(data()).sum().backward()
+    assert m[0].weight.grad is None
+    assert m[0].bias.grad is not None
+
+
 def test_moved_parameters_are_refused_until_the_next_capture() -> None:
     pair = Pair(lambda m: [Piece(m[0], ("x",), ("y",))], 1).capture()
     pair.ours[0].weight.data = pair.ours[0].weight.data.clone()

@@ -181,6 +181,12 @@ def test_sizes_that_make_no_sense_are_refused(sizes: tuple[int, int, int, int]) 
         MoE(*sizes)
 
 
+@pytest.mark.parametrize("sizes", [(16, 32.0, 4, 2), (16, "32", 4, 2), (0, 32, 4, 2), (16, 32, 4, 5)])
+def test_sizes_that_are_no_whole_numbers_above_0_are_refused(sizes: tuple[Any, ...]) -> None:
+    with pytest.raises(GraphError, match="must be whole numbers above 0"):
+        MoE(*sizes)
+
+
 def test_inputs_that_do_not_fit_are_refused() -> None:
     moe = made()
     with pytest.raises(GraphError, match="width 8"):

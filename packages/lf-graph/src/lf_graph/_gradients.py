@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-from lf_graph._errors import AddressError
+from lf_graph._errors import AddressError, SignatureError
 
 
 class GradientSink(Protocol):
@@ -104,12 +104,16 @@ class InPlace:
             torch._foreach_zero_(fresh)
 
     def verify(self, name: str) -> None:
-        """Refuse a replay after a parameter was moved.
+        """Refuse a replay after a parameter was moved, or frozen: the graph would go on adding to its gradient.
 
         Raises:
-            AddressError: naming the shape of the parameter.
+            AddressError: naming the shape of the parameter that was moved.
+            SignatureError: naming the shape of the parameter that was frozen.
         """
         for parameter, _ in self._buffers.values():
+            if not parameter.requires_grad:
+                what = f"requires_grad of a parameter of shape {list(parameter.shape)}: True -> False"
+                raise SignatureError(name, [what], "capture again after freezing or unfreezing parameters")
             if parameter.data_ptr() != self._data[id(parameter)]:
                 raise AddressError(
                     f"{name}: a parameter of shape {list(parameter.shape)} lies elsewhere than at capture "

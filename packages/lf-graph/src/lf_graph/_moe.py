@@ -46,13 +46,14 @@ class MoE(nn.Module):
         experts: number of experts.
         top_k: experts for each token.
         normalize: a token's weights sum to one.
-        balance_weight: of the load-balancing loss; 0 leaves it out.
-        z_weight: of the router's z-loss; 0 leaves it out.
+        balance_weight: of the load-balancing loss ``experts * sum(share of assignments * mean probability)``, 1 when
+            the load is even (Hugging Face's Mixtral multiplies it by ``top_k``); 0 leaves it out.
+        z_weight: of the router's z-loss, the mean squared logsumexp of its logits; 0 leaves it out.
         router_fp32: False runs the router's product in the experts' dtype (its softmax is float32 always).
         backend: grouped product, see :func:`choose_backend`; :meth:`expert_backend` says which one runs and why.
 
     Raises:
-        GraphError: sizes that are not positive, or top_k over experts.
+        GraphError: sizes that are no whole numbers above 0, top_k over experts, or an unknown backend.
     """
 
     def __init__(
@@ -69,9 +70,11 @@ class MoE(nn.Module):
         backend: str = "auto",
     ) -> None:
         super().__init__()
-        if min(hidden, ffn, experts) < 1 or not 1 <= top_k <= experts:
+        sizes = (hidden, ffn, experts, top_k)
+        if not all(isinstance(n, int) and n > 0 for n in sizes) or top_k > experts:
             raise GraphError(
-                f"hidden {hidden}, ffn {ffn}, experts {experts} and top_k {top_k} must be positive, top_k <= experts"
+                f"hidden {hidden!r}, ffn {ffn!r}, experts {experts!r} and top_k {top_k!r} must be whole numbers "
+                "above 0, top_k <= experts"
             )
         choose_backend(torch.device("cpu"), torch.float32, (), backend)  # a wrong name is known here
         self.hidden, self.ffn, self.top_k, self.normalize = hidden, ffn, top_k, normalize
