@@ -213,6 +213,12 @@ def test_a_key_in_two_files_is_refused(folder: Path) -> None:
         from_pretrained(folder)
 
 
+def test_another_model_is_refused_by_its_type(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"gr00t_n16_vla; save the state_dict\(\) of a Linear"):
+        save_pretrained(torch.nn.Linear(2, 2), tmp_path / "w")  # type: ignore[arg-type]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_folder_is_written_completely_or_not_at_all(
     tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

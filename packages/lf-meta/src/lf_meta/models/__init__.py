@@ -31,6 +31,10 @@ _BUILDERS = {
     "gr00t_n16_vla": "lf_meta.models.gr00t_vla:build",
 }
 _KINDS: dict[str, BatchKind] = {"gr00t_n16_vla": "mapping"}  # of what is registered; the others take tokens
+_WAYS_OUT: dict[BatchKind, str] = {
+    "tokens": "loongforge trains on token rows; build it in Python with batch_kind='mapping' and feed it mappings",
+    "mapping": "build it with batch_kind='tokens' and call it with (tokens, lengths, loss_mask)",
+}
 
 __all__ = ["BatchKind", "build_model"]
 
@@ -83,4 +87,6 @@ def build_model(
 
 def _require_kind(name: str, takes: str, given: BatchKind) -> None:
     if takes != given:
-        raise ConfigError("model.name", f"{name} takes {takes} batches, and these are {given} batches")
+        raise ConfigError(
+            "model.name", f"{name} takes {takes} batches, and these are {given} batches: {_WAYS_OUT[given]}"
+        )

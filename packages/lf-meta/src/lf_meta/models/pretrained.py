@@ -191,9 +191,14 @@ def save_pretrained(
         shard_bytes: larger weights are cut into files of at most this size (single tensors are not cut).
 
     Raises:
-        WeightsError: the folder exists, or cannot be written.
+        WeightsError: the folder exists or cannot be written, or the model is another one.
     """
     path = Path(folder)
+    kind: type = type(model)
+    if not issubclass(kind, GR00TVLA):
+        raise WeightsError(
+            path, f"this is the layout of gr00t_n16_vla; save the state_dict() of a {kind.__name__}"
+        )
     if path.exists():
         raise WeightsError(path, "exists; weights are written into a new folder")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")
