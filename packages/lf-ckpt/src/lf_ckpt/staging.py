@@ -27,7 +27,7 @@ class SideStreams:
     def __init__(self, devices: set[torch.device]) -> None:
         self._streams = []
         for device in devices:
-            stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+            stream = torch.cuda.Stream(device)
             stream.wait_stream(torch.cuda.current_stream(device))
             self._streams.append(stream)
 
@@ -69,7 +69,7 @@ def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cu
     copy_range(memory.view(dtype_of(stream.dtype)), stream.source, chunk.start // element)
     if stream.source.device.type != "cuda":
         return None
-    event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+    event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(stream.source.device))
     return event
 
