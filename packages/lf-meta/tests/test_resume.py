@@ -4,6 +4,7 @@ import functools
 import json
 import os
 import random
+import re
 import signal
 import socket
 import subprocess
@@ -26,6 +27,7 @@ def _more_rows(cli: Any, name: str, seen: int) -> bool:
     return len(cli.rows(name)) > seen
 
 
+@pytest.mark.slow
 def test_40_steps_equal_20_then_kill_9_then_resume(cli: Any, until: Any, small: list[str]) -> None:
     cli.train("straight", "run.steps=40")
     process = cli.start("train", "run.name=killed", *small, "run.steps=40")
@@ -52,6 +54,7 @@ def test_on_cuda_40_steps_equal_20_then_kill_9_then_resume(cli: Any, until: Any,
     assert cli.losses("killed") == cli.losses("straight")
 
 
+@pytest.mark.slow
 def test_digest_tells_runs_apart(cli: Any) -> None:
     cli.train("a", "run.steps=6")
     cli.train("b", "run.steps=6", "run.seed=1")
@@ -59,23 +62,26 @@ def test_digest_tells_runs_apart(cli: Any) -> None:
     assert len({cli.digest(n) for n in "abc"}) == 3
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)  # it trains twelve times
 def test_ten_sigterms_at_random_moments_change_nothing(cli: Any, until: Any, small: list[str]) -> None:
     # saves after every step and a long eval after every third: most signals land in one of them
     busy = ["run.steps=120", "ckpt.every=1", "eval.every=3", "eval.batches=0", "data.eval_fraction=0.3"]
     cli.train("straight", *busy)
     moments = random.Random(20261129)
     process = cli.start("train", "run.name=stopped", *small, *busy)
-    seen = 0
+    seen, stops = 0, []
     for _ in range(10):
         until(functools.partial(_more_rows, cli, "stopped", seen), process)
         time.sleep(moments.uniform(0, 0.25))
         process.send_signal(signal.SIGTERM)
         assert process.wait(timeout=60) == 143, cli.output()
         seen = len(cli.rows("stopped"))
-        last_row = max(cli.losses("stopped"))
-        assert f"step {last_row}" in cli.run("digest", "runs/stopped"), "the interrupted step is saved"
+        stops.append(max(cli.losses("stopped")))
         process = cli.start("resume", "runs/stopped")
     assert process.wait(timeout=120) == 0, cli.output()
+    resumed = [int(step) for step in re.findall(r"resumed at step (\d+)", cli.output())]
+    assert resumed == stops, "the interrupted step is saved, and read again"
     assert cli.digest("stopped") == cli.digest("straight")
     assert cli.losses("stopped") == cli.losses("straight")
     evals = {r["step"]: r["eval_loss"] for r in cli.rows("stopped") if "eval_loss" in r}
@@ -92,6 +98,7 @@ def test_a_signal_before_the_first_step_saves_step_0(cli: Any, until: Any, small
     assert sorted(cli.losses("early"))[-1] >= 3
 
 
+@pytest.mark.slow
 def test_one_rank_two_ranks_one_rank_keep_samples_and_losses(cli: Any, until: Any, small: list[str]) -> None:
     options = ["run.steps=150", "ckpt.every=10", "metrics.sample_ids=true", "model.args.dropout=0"]
     cli.train("straight", *options)
@@ -144,6 +151,7 @@ def test_with_two_ranks_one_signal_stops_both(cli: Any, until: Any, small: list[
     assert f"step {max(cli.losses('pair'))}" in cli.run("digest", "runs/pair")
 
 
+@pytest.mark.slow
 def test_two_launchers_make_one_job_and_stop_together(cli: Any, until: Any, small: list[str]) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))

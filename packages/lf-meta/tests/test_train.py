@@ -145,6 +145,7 @@ def build(size, vocab_size, poison=0):
 """
 
 
+@pytest.mark.slow
 def test_a_model_of_ones_own_trains_resumes_and_evaluates(cli: Any) -> None:
     (cli.folder / "mymodel.py").write_text(MODEL)
     options = ["run.name=own", "run.steps=6", "model.name=mymodel:build", "ckpt.every=2", "batch.size=8"]
@@ -187,6 +188,7 @@ def test_data_without_anything_to_predict_is_refused(cli: Any) -> None:
     assert "nothing to predict" in cli.train("ones", f"data.path={ones}", code=2)
 
 
+@pytest.mark.slow
 def test_eval_refuses_other_data_than_the_run_was_trained_on(cli: Any) -> None:
     cli.train("moved", "run.steps=2")
     cli.train("other", "run.steps=2", "data.max_len=32")
@@ -202,6 +204,7 @@ def test_a_config_that_is_not_whole_is_refused(cli: Any) -> None:
     assert "not a whole configuration" in cli.run("resume", "runs/torn", code=2)
 
 
+@pytest.mark.slow
 def test_the_torch_twin_falls_back_from_a_damaged_file(cli: Any) -> None:
     cli.train("twin", "run.steps=6", "ckpt.every=2", "ckpt.backend=torch")
     newest = cli.folder / "runs/twin/ckpt/step-000000006.pt"
