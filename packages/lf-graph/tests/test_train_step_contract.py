@@ -165,6 +165,16 @@ def test_another_shape_is_refused_with_both_shapes() -> None:
         assert step.stats().captures == 1
 
 
+def test_a_message_shows_six_differences_and_the_attribute_has_all() -> None:
+    model = model_of()
+    ids, targets = batches(1)[0]
+    with TrainStep(model, cases.adamw(model), loss=lambda *numbers: model(ids, targets)) as step:
+        step(ids, *range(9))
+        with pytest.raises(SignatureError, match=r"args\[6\]: 5 -> 6; 3 more; ") as caught:
+            step(ids, *range(1, 10))
+    assert len(caught.value.differences) == 9
+
+
 def test_an_argument_more_or_less_is_refused_by_its_name() -> None:
     model = model_of()
     with TrainStep(model, cases.adamw(model), loss=lambda ids, targets: model(ids, targets)) as step:
@@ -479,6 +489,18 @@ def test_loading_a_state_without_what_the_graph_holds_is_refused() -> None:
         step(*batches(1)[0])
         with pytest.raises(GraphError, match=r"momentum_buffer: .* none for embedding\.weight"):
             optimizer.load_state_dict(empty)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.RMSprop, torch.optim.Adagrad])
+def test_an_optimizer_that_reads_back_is_named(kind: type[torch.optim.Optimizer]) -> None:
+    model = model_of()
+    before = snapshot(model)
+    with TrainStep(model, kind(model.parameters(), lr=0.1)) as step:  # type: ignore[call-arg]
+        with pytest.raises(
+            GraphCaptureError, match=rf"{kind.__name__}\.step\(\) does that.*use torch\.optim\.AdamW"
+        ):
+            step(*batches(1)[0])
+        assert equal(snapshot(model), before)
 
 
 def test_a_stock_optimizer_may_change_its_rate_and_nothing_else() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+_SHOWN = 6  # differences in a message; all of them are in the attribute
+
 
 class GraphError(Exception):
     """Base of everything this package raises on purpose."""
@@ -27,7 +29,7 @@ class SignatureError(GraphError):
     """A replay was called with inputs that the graph was not captured for; lists each difference as old -> new.
 
     Attributes:
-        differences: each as ``path: old -> new``.
+        differences: all of them, each as ``path: old -> new``; the message shows the first six.
         fix: what to do instead.
     """
 
@@ -38,7 +40,8 @@ class SignatureError(GraphError):
         fix: str = "call it as it was captured, pad to these shapes (lf_graph.Buckets), or capture once more",
     ) -> None:
         self.name, self.differences, self.fix = name, differences, fix
-        super().__init__(f"{name} was captured for another call: {'; '.join(differences)}; {fix}")
+        shown = differences[:_SHOWN] + [f"{len(differences) - _SHOWN} more"] * (len(differences) > _SHOWN)
+        super().__init__(f"{name} was captured for another call: {'; '.join(shown)}; {fix}")
 
 
 class AddressError(GraphError):

@@ -14,7 +14,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from lf_graph._adamw import FusedAdamW, Launch
 from lf_graph._backend import Backend
-from lf_graph._errors import AddressError, GraphError
+from lf_graph._errors import AddressError, GraphCaptureError, GraphError
 from lf_graph._flat import FlatParameters, OptimizerError, check_optimizer
 from lf_graph._sandbox import aliases, restored
 
@@ -276,8 +276,20 @@ class StockUpdate:
             self.norm.copy_(norm)
             if self.clip:
                 torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        with self._in_place_of_users():
+        with self._in_place_of_users(), self._named_refusals():
             self.optimizer.step()
+
+    @contextmanager
+    def _named_refusals(self) -> Iterator[None]:
+        """The line of the user's that leads into an optimizer says little: name the optimizer."""
+        try:
+            yield
+        except GraphCaptureError as e:
+            why = f"{type(self.optimizer).__name__}.step() does that, and {e.why}"
+            fix = (
+                "use torch.optim.AdamW or Adam without amsgrad and maximize, SGD, or on a GPU capturable=True"
+            )
+            raise GraphCaptureError(e.op, e.where, why, fix) from e
 
     @contextmanager
     def _in_place_of_users(self) -> Iterator[None]:
