@@ -15,109 +15,22 @@ import dataclasses
 import gc
 import json
 import math
-import platform
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.optim.adamw import adamw  # torch.optim deletes the name of its module
+from adamw_contestants import CLIP, Compiled, Flat, Stock, flat_of, parity
+from adamw_rows import COMPILED, OURS, STOCK, VLA, Row, Shape, as_json, bytes_moved, shapes_of, table
+from measure import machine
 
-from lf_graph._adamw import FusedAdamW, Launch
-from lf_graph._flat import FlatParameters
+from lf_graph._adamw import Launch
 
-Shape = tuple[int, ...]
-# How many of which shape: all that requires grad in VLA of shared/baselines/h200_baseline.py.
-VLA: tuple[tuple[int, Shape], ...] = (
-    (10, (2048,)),
-    (8, (2048, 2048)),
-    (8, (1024, 2048)),
-    (8, (6144, 2048)),
-    (4, (2048, 6144)),
-    (32, (3072, 1536)),
-    (32, (3072,)),
-    (97, (1536, 1536)),
-    (32, (1536, 2048)),
-    (32, (6144, 1536)),
-    (32, (6144,)),
-    (32, (1536, 6144)),
-    (36, (1536,)),
-    (1, (1536, 256)),
-    (2, (1536, 128)),
-    (1, (128, 1536)),
-    (1, (128,)),
-)
-ODD: tuple[tuple[int, Shape], ...] = (
-    (1, (1,)),
-    (2, (255, 3)),
-    (1, (1537, 769)),
-    (2, (40_001,)),
-    (1, (4096, 33)),
-)
-OPTIONS: dict[str, Any] = {"lr": 1e-4, "betas": (0.9, 0.95), "eps": 1e-8, "weight_decay": 0.01}
-CLIP = 1.0
 LEFT_FOR_COMPILED = 40.0  # seconds; inductor compiles this step once
-
-# Bytes moved for a matrix element (bf16 gradient, bf16 copy) and for an element of the fp32 rest.
-UPDATE = 24  # p, m, v read and written
-OURS = {False: (UPDATE + 2 + 2, UPDATE + 4), True: (UPDATE + 2 + 2 + 2, UPDATE + 4 + 4)}
-# gradient cast 2 + 4, update with an fp32 gradient, weight cast 4 + 2; clipping reads it twice more and writes it once
-STOCK = {False: (6 + UPDATE + 4 + 6, 8 + UPDATE + 4), True: (6 + UPDATE + 4 + 6 + 12, 8 + UPDATE + 4 + 12)}
-COMPILED = (UPDATE + 2 + 2, UPDATE + 4)  # what inductor has to move when it fuses both casts
-
-
-def shapes_of(counts: Sequence[tuple[int, Shape]]) -> list[Shape]:
-    """All shapes, matrices and vectors mixed as counted."""
-    return [shape for count, shape in counts for _ in range(count)]
-
-
-def bytes_moved(shapes: Sequence[Shape], per_element: tuple[int, int]) -> int:
-    """Bytes of one step, from bytes for an element of a matrix and of the rest."""
-    return sum(math.prod(s) * per_element[0 if len(s) > 1 else 1] for s in shapes)
-
-
-@dataclass(frozen=True)
-class Row:
-    """One measured line."""
-
-    name: str
-    clip: bool
-    ours: bool
-    ms: float
-    spread: float
-    bytes: int
-    error: str = ""
-
-    @property
-    def rate(self) -> float:
-        """GB/s."""
-        return self.bytes / self.ms / 1e6
-
-
-def best_stock(rows: Sequence[Row], clip: bool) -> float:
-    """ms of the fastest row of torch that does the same work."""
-    return min((r.ms for r in rows if not r.ours and not r.error and r.clip == clip), default=math.nan)
-
-
-def table(rows: Sequence[Row]) -> str:
-    """Text lines; the last column is how much faster than torch's best."""
-    lines = [f"{'row':44s} {'clip':>4s} {'ms':>8s} {'spread':>7s} {'GB':>6s} {'GB/s':>6s} {'vs best':>8s}"]
-    for r in rows:
-        clip = "yes" if r.clip else "no"
-        if r.error:
-            lines.append(f"{r.name:44s} {clip:>4s} {r.error}")
-            continue
-        ratio = f"{best_stock(rows, r.clip) / r.ms:7.2f}x"
-        size = f"{r.bytes / 1e9:6.1f} {r.rate:6.0f}"
-        lines.append(f"{r.name:44s} {clip:>4s} {r.ms:8.3f} {r.spread:7.1%} {size} {ratio:>8s}")
-    return "\n".join(lines)
 
 
 def time_ms(fn: Callable[[], object], windows: int = 5, calls: int = 4) -> tuple[float, float]:
@@ -150,121 +63,6 @@ def graphed(fn: Callable[[], object]) -> Callable[[], None]:
     with torch.cuda.graph(graph):
         fn()
     return graph.replay
-
-
-def parameters(shapes: Sequence[Shape], device: torch.device) -> list[nn.Parameter]:
-    """Seeded weights."""
-    made = torch.Generator(device).manual_seed(1)
-    return [nn.Parameter(torch.empty(s, device=device).normal_(0, 0.02, generator=made)) for s in shapes]
-
-
-def gradients(shapes: Sequence[Shape], device: torch.device) -> list[Tensor]:
-    """Seeded gradients: bf16 of matrices, fp32 of the rest."""
-    made = torch.Generator(device).manual_seed(2)
-    fresh = [torch.empty(s, device=device).normal_(0, 1e-3, generator=made) for s in shapes]
-    return [g.bfloat16() if g.dim() > 1 else g for g in fresh]
-
-
-class Stock:
-    """torch.optim.AdamW with the two casts that bf16 compute on fp32 masters needs."""
-
-    def __init__(
-        self, shapes: Sequence[Shape], device: torch.device, clip: float = 0.0, **options: Any
-    ) -> None:
-        self.clip, self.parameters = clip, parameters(shapes, device)
-        self.given = gradients(shapes, device)
-        for p in self.parameters:
-            p.grad = torch.empty_like(p)
-        self.wide = [p.grad for p in self.parameters if p.grad is not None]
-        self.masters = [p.detach() for p in self.parameters if p.dim() > 1]
-        self.weights = [m.bfloat16() for m in self.masters]
-        self.optimizer = torch.optim.AdamW(self.parameters, **OPTIONS, **options)
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """Casts, clipping, update, casts."""
-        torch._foreach_copy_(self.wide, self.given)
-        if self.clip:
-            torch.nn.utils.clip_grad_norm_(self.parameters, self.clip, foreach=True)
-        self.optimizer.step()
-        torch._foreach_copy_(self.weights, self.masters)
-
-
-class Compiled:
-    """torch's functional foreach AdamW with both casts in one compiled function, so that inductor may fuse them."""
-
-    def __init__(self, shapes: Sequence[Shape], device: torch.device) -> None:
-        self.masters = [p.detach() for p in parameters(shapes, device)]
-        self.given = gradients(shapes, device)
-        self.first = [torch.zeros_like(m) for m in self.masters]
-        self.second = [torch.zeros_like(m) for m in self.masters]
-        self.steps = [torch.zeros((), device=device) for _ in self.masters]
-        self.weights = [m.bfloat16() for m in self.masters if m.dim() > 1]
-        self._compiled = torch.compile(self._body, fullgraph=True)
-
-    def _body(self) -> None:
-        adamw(
-            self.masters,
-            [g.float() for g in self.given],
-            self.first,
-            self.second,
-            [],
-            self.steps,
-            foreach=True,
-            capturable=True,
-            amsgrad=False,
-            maximize=False,
-            beta1=OPTIONS["betas"][0],
-            beta2=OPTIONS["betas"][1],
-            lr=OPTIONS["lr"],
-            weight_decay=OPTIONS["weight_decay"],
-            eps=OPTIONS["eps"],
-        )
-        torch._foreach_copy_(self.weights, [m for m in self.masters if m.dim() > 1])
-
-    @torch.no_grad()
-    def step(self) -> None:
-        """One compiled step."""
-        self._compiled()
-
-
-@dataclass
-class Flat:
-    """Flat buffers with the same weights and gradients; one set serves every row of ours."""
-
-    flat: FlatParameters
-    gradients: list[Tensor]
-
-    def fused(self, clip: float, launch: Launch | None = None, implementation: str = "triton") -> FusedAdamW:
-        """A step on them; without clipping also without the gate, as torch's rows have none."""
-        made = FusedAdamW(self.flat, clip=clip, gate=bool(clip), launch=launch, implementation=implementation)
-        made.set_gradients(self.gradients)
-        return made
-
-
-def flat_of(shapes: Sequence[Shape], device: torch.device) -> Flat:
-    """Flat buffers over seeded weights; matrices have shadows."""
-    ps = parameters(shapes, device)
-    flat = FlatParameters(torch.optim.AdamW(ps, **OPTIONS), [p for p in ps if p.dim() > 1])
-    return Flat(flat, gradients(shapes, device))
-
-
-def parity(device: torch.device, implementation: str, clip: float, launch: Launch | None = None) -> float:
-    """Largest relative difference from torch's fused AdamW after five steps on odd shapes; raises beyond 2e-6."""
-    shapes = shapes_of(ODD)
-    stock, flat = Stock(shapes, device, clip, foreach=True), flat_of(shapes, device)
-    fused = flat.fused(clip, launch, implementation)
-    for _ in range(5):
-        stock.step()
-        fused.step()
-    worst = 0.0
-    for p, q in zip(flat.flat.parameters, stock.parameters, strict=True):
-        worst = max(worst, float((p - q).detach().abs().max() / q.detach().abs().max()))
-        if flat.flat.has_shadow(p) and not torch.equal(flat.flat.shadow_of(p), p.detach().bfloat16()):
-            raise SystemExit(f"parity: the shadow of a {tuple(p.shape)} is not its rounded master")
-    if not worst <= 2e-6:
-        raise SystemExit(f"parity: {implementation}, clip {clip}: {worst:.1e} from torch.optim.AdamW")
-    return worst
 
 
 def stock_rows(shapes: Sequence[Shape], device: torch.device) -> Iterator[Row]:
@@ -352,18 +150,6 @@ def free() -> None:
     torch.cuda.empty_cache()
 
 
-def facts(device: torch.device) -> dict[str, Any]:
-    """Machine and versions."""
-    return {
-        "gpu": torch.cuda.get_device_name(device),
-        "torch": torch.__version__,
-        "triton": version("triton"),
-        "cuda": torch.version.cuda,
-        "python": platform.python_version(),
-        "date": time.strftime("%Y-%m-%d"),
-    }
-
-
 def our_part(shapes: Sequence[Shape], device: torch.device, sweeping: bool, until: float) -> dict[str, Any]:
     """Rows of ours with the default and the best launch, the sweep, and the memory's own rate."""
     flat = flat_of(shapes, device)
@@ -382,7 +168,7 @@ def run(seconds: float, sweeping: bool) -> dict[str, Any]:
     """All parts, printed; returns what goes to JSON."""
     until = time.monotonic() + seconds
     device, shapes = torch.device("cuda"), shapes_of(VLA)
-    known = facts(device)
+    known = machine(device)
     print(*(f"{k} {v}" for k, v in known.items()), sep=", ", flush=True)
     errors = {f"{i} clip {c}": parity(device, i, c) for i in ("triton", "torch") for c in (0.0, 0.05)}
     print("parity with torch.optim.AdamW, 5 steps:", ", ".join(f"{k}: {v:.1e}" for k, v in errors.items()))
@@ -403,12 +189,6 @@ def run(seconds: float, sweeping: bool) -> dict[str, Any]:
         "rows": [as_json(r) for r in rows],
         "sweep": [{"ms": ms, **dataclasses.asdict(launch)} for ms, launch in ours["sweep"]],
     }
-
-
-def as_json(row: Row) -> dict[str, Any]:
-    """A row's fields and its rate; what was not measured is null."""
-    fields = dataclasses.asdict(row) | {"rate": row.rate}
-    return {k: None if v != v else v for k, v in fields.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
