@@ -40,8 +40,15 @@ class Collect:
 _BUFFERS: WeakIdKeyDictionary = WeakIdKeyDictionary()
 
 
+def _kind(parameter: Tensor) -> tuple[torch.Size, torch.dtype, torch.device]:
+    return parameter.shape, parameter.dtype, parameter.device
+
+
 def _buffer_of(parameter: Tensor) -> Tensor:
-    if parameter not in _BUFFERS:
+    known = _BUFFERS.get(parameter)
+    if known is None or (known.shape, known.dtype, known.device) != _kind(
+        parameter
+    ):  # model.to() keeps the object
         _BUFFERS[parameter] = torch.zeros_like(parameter, memory_format=torch.preserve_format)
     found: Tensor = _BUFFERS[parameter]
     return found

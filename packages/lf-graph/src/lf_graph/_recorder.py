@@ -135,9 +135,11 @@ class _Call:
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
     fresh: list[tuple[int, Tensor]]
+    grad_mode: bool  # some operators, such as oneDNN's LSTM, keep less without it
 
     def run(self) -> None:
-        found = _tensors(self.func(*self.args, **self.kwargs))
+        with torch.set_grad_enabled(self.grad_mode):
+            found = _tensors(self.func(*self.args, **self.kwargs))
         for i, target in self.fresh:
             target.copy_(found[i])
 
@@ -160,7 +162,8 @@ class _Mode(TorchDispatchMode):
         fresh = [(i, t) for i, t in enumerate(results) if t.untyped_storage()._cdata not in taken]
         if fresh or func._schema.is_mutable:
             args, kwargs = tree_map(_alias, (args, kwargs))
-            self.calls.append(_Call(func, args, kwargs, [(i, t.data) for i, t in fresh]))
+            fixed = [(i, t.data) for i, t in fresh]
+            self.calls.append(_Call(func, args, kwargs, fixed, torch.is_grad_enabled()))
         return outputs
 
 
