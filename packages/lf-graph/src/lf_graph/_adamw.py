@@ -20,7 +20,7 @@ from torch import Tensor
 
 from lf_graph._adamw_torch import COEFFICIENTS, TorchKernels
 from lf_graph._errors import GraphCaptureError
-from lf_graph._flat import FlatParameters, OptimizerError
+from lf_graph._flat import REFUSED, FlatParameters, OptimizerError
 
 _GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR = 16  # bytes in the widest load of a GPU thread
@@ -154,6 +154,9 @@ class _HyperTable:
             fix = "build FlatParameters after add_param_group"
             raise OptimizerError("param_groups", "a group was added later", fix)
         for cells, last, group in zip(self._cells, self._last, groups, strict=True):
+            if set_now := [option for option in REFUSED if group.get(option)]:
+                why = "it was switched on after the update was built, which does not have it"
+                raise OptimizerError(set_now[0], why, f"leave {set_now[0]}=False")
             values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
             for k, value in enumerate(values):
                 last[k] = self._write(cells[k], value, last[k])

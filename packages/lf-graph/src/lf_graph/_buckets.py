@@ -29,12 +29,12 @@ from lf_graph._padding import (
     make_plan,
 )
 from lf_graph._pool import GraphPool
-from lf_graph._registry import forget, register
+from lf_graph._registry import NotCopied, forget, register
 from lf_graph._step_result import StepResult
 from lf_graph._train_step import TrainStep
 
 
-class Buckets:
+class Buckets(NotCopied):
     """A function, module or :class:`TrainStep` for inputs of any length up to the last edge.
 
     A call is padded to the smallest edge that holds it, by writing it into the static inputs of that edge's graph:

@@ -13,17 +13,19 @@ from torch.utils import _pytree as pytree
 from lf_graph._backend import backend_for
 from lf_graph._chain import Chain
 from lf_graph._errors import BudgetError, GraphCaptureError, GraphError, SignatureError
+from lf_graph._members import buffers_as_they_were
+from lf_graph._modes import require_no_inference_mode
 from lf_graph._names import names_behind
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
-from lf_graph._registry import forget, register
+from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import buffers_of, restored
 from lf_graph._segment import Autocast, Piece
-from lf_graph._static import Signature, TensorSpec, signature_of, tensors_of
+from lf_graph._static import Signature, TensorSpec, require_constants, signature_of, tensors_of
 from lf_graph._stats import GraphStats
 
 
-class Captured:
+class Captured(NotCopied):
     """A captured call; made by :func:`capture`."""
 
     def __init__(
@@ -121,6 +123,8 @@ def capture(
     """
     if fallback not in ("error", "eager"):
         raise GraphError(f'fallback={fallback!r}: it is "error" or "eager"')
+    require_constants(args, kwargs)
+    require_no_inference_mode(name or "capture")
     tensors = tensors_of(args, kwargs)
     if not tensors:
         raise GraphError("capture needs at least one tensor argument, which says on which device to capture")
@@ -129,7 +133,7 @@ def capture(
     require_local(owners)
     flat = _Flat(fn, signature)
     backend = backend_for(tensors[0].device)
-    with restored(backend, buffers_of(owners)), torch.no_grad():
+    with restored(backend, buffers_of(owners)), buffers_as_they_were(owners), torch.no_grad():
         flat.learn_outputs(tensors)
     assert flat.outputs is not None
     inputs = tuple(f"in{i}" for i in range(len(tensors)))

@@ -23,12 +23,13 @@ from lf_graph._elements import (
     run_eager,
     stages_of,
 )
-from lf_graph._errors import ClosedError, GraphError, SignatureError
+from lf_graph._errors import ClosedError, GraphCaptureError, GraphError, SignatureError, StaleReplayError
 from lf_graph._gradients import InPlace
-from lf_graph._modes import TrainingModes
+from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
+from lf_graph._modes import TrainingModes, require_no_inference_mode
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
-from lf_graph._registry import forget, register
+from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import aliases, buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
 from lf_graph._static import StaticInputs, copy_into, spec_of
@@ -41,7 +42,7 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, chain: Chain, stage: Stage, anchor: Tensor, *tensors: Tensor) -> tuple[Tensor, ...]:
         outputs = chain._replay_forward(stage, tensors)
-        ctx.chain, ctx.stage, ctx.token = chain, stage, chain._token
+        ctx.chain, ctx.stage, ctx.token, ctx.done = chain, stage, chain._token, False
         ctx.set_materialize_grads(False)
         segment = stage.captured()
         given = tuple(o.detach() for o in outputs)
@@ -53,10 +54,16 @@ class _Replay(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if ctx.done:
+            raise StaleReplayError(
+                f"{ctx.chain.name}: a second backward of one replay (retain_graph=True): the first one has reused the "
+                "memory of the saved tensors; add the losses and run one backward"
+            )
+        ctx.done = True
         return (None, None, None, *ctx.chain._replay_backward(ctx.stage, ctx.token, grads))
 
 
-class Chain:
+class Chain(NotCopied):
     """Pieces and eager elements in order, captured for one set of input shapes.
 
     After :meth:`capture` it is called like a function and takes part in autograd. Parameter gradients are added in
@@ -107,13 +114,18 @@ class Chain:
         self._token: object = None
         self._anchor: Tensor | None = None
         self._between = {n for s in self._stages if isinstance(s.elements[0], Piece) for n in s.outputs}
-        self._modes = TrainingModes(())
+        self._modes, self._members = TrainingModes(()), Members(())
+        self._with_gradients = True
         self._captures = self._replays = self._copies = 0
 
     @property
     def modules(self) -> list[nn.Module]:
         """The modules behind all elements."""
         return [m for e in self.elements for m in e.modules()]
+
+    @property
+    def _captured_modules(self) -> list[nn.Module]:
+        return [m for e in self.elements if isinstance(e, Piece) for m in e.modules()]
 
     @property
     def static_inputs(self) -> list[Tensor]:
@@ -142,6 +154,13 @@ class Chain:
         self._release()
         if len(args) != len(self.inputs):
             raise GraphError(f"{self.name} takes {list(self.inputs)}, got {len(args)} tensors")
+        if strange := [type(a).__name__ for a in args if not isinstance(a, Tensor)]:
+            raise GraphError(
+                f"{self.name} takes tensors, got {strange}: bind other values with functools.partial"
+            )
+        require_no_inference_mode(self.name)
+        require_no_gradient_hooks(self._captured_modules)
+        self._with_gradients = torch.is_grad_enabled()
         pool = self._pool = self._pool or GraphPool(backend_for(args[0].device), self._max_bytes)
         modes = TrainingModes(self.modules)
         try:
@@ -153,7 +172,7 @@ class Chain:
         except BaseException:
             self._release()
             raise
-        self._modes = modes
+        self._modes, self._members = modes, Members(self._captured_modules)
         self._captures += 1
         register(self)
         return self
@@ -162,11 +181,16 @@ class Chain:
         self._static = static
         values = dict(zip(self.inputs, static.tensors, strict=True))
         peak = pool.backend.watch_peak()
+        assigned = AssignedBuffers(self._captured_modules)
+        versions = [t._version for t in static.tensors]
         self._sink.prepare(self._warm_up(pool, values, runs))
+        assigned.settle()
+        _require_untouched(self.inputs, versions, static.tensors)
         pool.check_budget(self.name, peak())
         touched = self._sink.buffers if pool.backend.executes_captures else []
         with restored(pool.backend, touched), pool.counting(self):
             self._capture_stages(dict(zip(self.inputs, static.tensors, strict=True)))
+        assigned.require_settled()
         self._anchor = torch.zeros((), device=pool.backend.device, requires_grad=True)
 
     def _warm_up(self, pool: GraphPool, values: dict[str, Tensor], runs: int) -> list[Tensor]:
@@ -219,14 +243,25 @@ class Chain:
         static = self._require_open()
         tensors = static.require(self.name, args, {})
         self._modes.require(self.name)
+        self._members.require(self.name)
         self._sink.verify(self.name)
-        self._token = object()
-        self._copies += copy_into(static.tensors, tensors)
-        values = dict(zip(self.inputs, tensors, strict=True))
-        for stage in self._stages:
-            values |= self._run_stage(stage, values)
+        self._require_gradients(tensors)
+        assert self._pool is not None
+        with self._pool.alone(self.name):
+            self._token = object()
+            self._copies += copy_into(static.tensors, tensors)
+            values = dict(zip(self.inputs, tensors, strict=True))
+            for stage in self._stages:
+                values |= self._run_stage(stage, values)
         results = tuple(values[n] for n in self.outputs)
         return results[0] if len(results) == 1 else results
+
+    def _require_gradients(self, tensors: Sequence[Tensor]) -> None:
+        """A graph captured under ``no_grad`` has no backward."""
+        wanted = torch.is_grad_enabled() and not self._with_gradients
+        if wanted and (self._members.trains or any(t.requires_grad for t in tensors)):
+            fix = "call it inside torch.no_grad(), or capture outside of it"
+            raise SignatureError(self.name, ["gradients (torch.no_grad): off -> on"], fix)
 
     def _run_stage(self, stage: Stage, values: dict[str, Tensor]) -> dict[str, Tensor]:
         element = stage.elements[0]
@@ -259,7 +294,13 @@ class Chain:
     ) -> list[Tensor | None]:
         self._require_open()
         assert self._pool is not None
-        self._pool.require(token, self.name)
+        with self._pool.alone(self.name):
+            self._pool.require(token, self.name)
+            return self._replay_backward_alone(stage, grads, self._pool)
+
+    def _replay_backward_alone(
+        self, stage: Stage, grads: Sequence[Tensor | None], pool: GraphPool
+    ) -> list[Tensor | None]:
         self._sink.attach()
         segment = stage.captured()
         for name, grad in zip(stage.outputs, grads, strict=True):
@@ -267,8 +308,8 @@ class Chain:
                 _load(segment.seeds[name], grad)
         segment.replay_backward()
         self._replays += sum(c.backward is not None for c in segment.captured)
-        if self._pool.poison:
-            self._pool.spoil(segment.made(), self._lasting(stage))
+        if pool.poison:
+            pool.spoil(segment.made(), self._lasting(stage))
         return [self._edge_gradient(segment, n) for n in stage.inputs]
 
     def _lasting(self, stage: Stage) -> list[Tensor]:
@@ -316,7 +357,7 @@ class Chain:
             if stage.segment is not None:
                 stage.segment.close()
             stage.segment, stage.fixed = None, []
-        self._static, self._sink = None, InPlace()
+        self._static, self._sink, self._members = None, InPlace(), Members(())
         if self._pool is not None:
             self._pool.release(self)
         forget(self)
@@ -333,6 +374,17 @@ def _require_like(place: Tensor, value: Tensor, name: str) -> None:
     if place.shape != value.shape or place.dtype != value.dtype:
         fix = "let the eager element give the same shape and dtype at every call"
         raise SignatureError(name, [f"{spec_of(place)} -> {spec_of(value)}"], fix)
+
+
+def _require_untouched(names: Sequence[str], versions: Sequence[int], tensors: Sequence[Tensor]) -> None:
+    for name, version, tensor in zip(names, versions, tensors, strict=True):
+        if tensor._version != version:
+            raise GraphCaptureError(
+                f"in-place change of input {name}",
+                "",
+                "a graph works on a copy of its inputs, and the caller's tensor would stay as it was",
+                "work on a clone(), and return what the caller should get",
+            )
 
 
 def _load(seed: Tensor, grad: Tensor | None) -> None:

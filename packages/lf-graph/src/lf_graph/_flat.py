@@ -23,7 +23,7 @@ from lf_graph._errors import AddressError, GraphError
 # Bytes. The widest vector load is 16, a DRAM burst 64; cuBLAS is fastest from 256.
 ALIGNMENT = 256
 CHUNK_COLUMNS = 5  # tensor index, start within the tensor, master offset, shadow offset or -1, length
-_REFUSED = ("amsgrad", "maximize", "differentiable")
+REFUSED = ("amsgrad", "maximize", "differentiable")
 _STATE = ("step", "exp_avg", "exp_avg_sq")
 _NOTHING: dict[str, Any] = {}
 
@@ -132,7 +132,7 @@ def check_optimizer(optimizer: torch.optim.Optimizer) -> None:
             name, "its update is not that of torch.optim.AdamW or Adam", "use one of these two"
         )
     for group in optimizer.param_groups:
-        for option in _REFUSED:
+        for option in REFUSED:
             if group.get(option):
                 raise OptimizerError(
                     option, "the fused update does not have it", f"build it with {option}=False"

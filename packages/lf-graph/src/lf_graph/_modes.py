@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
-from lf_graph._errors import SignatureError
+from lf_graph._errors import GraphError, SignatureError
 
 
 class TrainingModes:
@@ -50,3 +51,28 @@ class TrainingModes:
             found = [f"training of a {type(m).__name__}: {a} -> {b}" for m, a, b in changed if a is not b]
             fix = "call train() or eval() as before the capture, or capture once more in this mode"
             raise SignatureError(name, list(dict.fromkeys(found)), fix)
+
+
+def require_no_inference_mode(name: str) -> None:
+    """Refuse a capture whose memory would be inference tensors, which nobody can write to later.
+
+    Raises:
+        GraphError: inside ``torch.inference_mode()``.
+    """
+    if torch.is_inference_mode_enabled():
+        raise GraphError(
+            f"{name}: capture outside of torch.inference_mode(); torch.no_grad() captures no backward"
+        )
+
+
+def require_gradients_on(name: str) -> None:
+    """Refuse to capture a training step where autograd is off.
+
+    Raises:
+        GraphError: inside ``torch.no_grad()`` or ``torch.inference_mode()``.
+    """
+    if not torch.is_grad_enabled():
+        raise GraphError(
+            f"{name}: the first batch of a signature is captured with its backward, so call it outside of "
+            "torch.no_grad() and torch.inference_mode()"
+        )

@@ -119,6 +119,10 @@ class HostRoutedMoE(MoE):
         self._read_backs = self._overflow = 0
         self._used: Counter[int] = Counter()
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Copies and pickles come without graphs: call :meth:`capture_buckets` there."""
+        return {**self.__dict__, "_runners": {}, "_captured": [], "_host": None}
+
     def stats(self) -> HostRouting:
         """Read-backs, bucket use and overflow so far."""
         return HostRouting(self._read_backs, dict(sorted(self._used.items())), self._overflow)

@@ -11,6 +11,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor
 
+from lf_graph._alone import Alone
 from lf_graph._backend import Backend, backend_for
 from lf_graph._errors import BudgetError, StaleReplayError
 
@@ -50,6 +51,7 @@ class GraphPool:
         self.handle: Any = backend.new_pool()
         self.bytes = 0
         self.predicted_bytes = 0
+        self.alone = Alone()  # for chains that share this memory
         self._holder: object | None = None
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # bytes that stay in use, by owner
 

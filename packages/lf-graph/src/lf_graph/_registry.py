@@ -12,7 +12,9 @@ import itertools
 import os
 import sys
 import weakref
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
+
+from lf_graph._errors import GraphError
 
 
 class Living(Protocol):
@@ -25,6 +27,17 @@ class Living(Protocol):
     def close(self) -> None:
         """Free the graphs; may be called twice."""
         ...
+
+
+class NotCopied:
+    """Graphs belong to one process and to the memory that they were captured on."""
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse ``copy``, ``deepcopy`` and ``pickle``."""
+        raise GraphError(
+            f"a {type(self).__name__} cannot be copied or pickled: its graphs read the memory of their capture; copy "
+            "the model without it, and capture again there"
+        )
 
 
 _LIVING: weakref.WeakKeyDictionary[Living, int] = weakref.WeakKeyDictionary()  # in order of registration

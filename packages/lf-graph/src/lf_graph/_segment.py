@@ -60,9 +60,14 @@ class _Run:
     outputs: list[Tensor] = field(default_factory=list)
 
     def forward(self, autocast: Autocast) -> None:
+        torch.clear_autocast_cache()  # inside a caller's autocast, casts of the warm-up would be read for ever
         with autocast():
             result = self.piece.fn(*self.inputs)
+        torch.clear_autocast_cache()
         self.outputs = list(result) if isinstance(result, (tuple, list)) else [result]
+        if strange := [type(o).__name__ for o in self.outputs if not isinstance(o, Tensor)]:
+            name = self.piece.name
+            raise GraphError(f"{name} returned {strange}: a piece gives one tensor, or a tuple of tensors")
 
     def forward_without_saving(self, autocast: Autocast) -> None:
         """The forward of a checkpointed piece: its outputs want a gradient, but nothing is kept for it."""
@@ -70,7 +75,9 @@ class _Run:
             self.forward(autocast)
         trained = any(p.requires_grad for m in self.piece.modules() for p in m.parameters())
         if trained or any(t.requires_grad for t in self.inputs):
-            self.outputs = [o.requires_grad_() if o.is_floating_point() else o for o in self.outputs]
+            self.outputs = [
+                o.requires_grad_() if o.is_floating_point() or o.is_complex() else o for o in self.outputs
+            ]
 
 
 def leaves_behind(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
@@ -249,10 +256,6 @@ class Segment:
             run.forward(self.autocast)
         if len(run.outputs) != len(piece.outputs):
             raise GraphError(f"{piece.name} returned {len(run.outputs)} values, named {list(piece.outputs)}")
-        if strange := [type(o).__name__ for o in run.outputs if not isinstance(o, Tensor)]:
-            raise GraphError(
-                f"{piece.name} returned {strange}: a piece gives one tensor, or a tuple of tensors"
-            )
         self.values |= dict(zip(piece.outputs, run.outputs, strict=True))
         self._runs.append(run)
 
@@ -288,6 +291,11 @@ class Segment:
     def _own(self, grad: Tensor) -> Tensor:
         """``grad`` in memory that no edge uses: an addition hands one tensor to both of its inputs."""
         taken = {g.untyped_storage()._cdata for g in self.grads.values()}
+        if grad.layout is not torch.strided:
+            raise GraphError(
+                f"a gradient of shape {list(grad.shape)} is {grad.layout}, and a graph has dense gradients at fixed "
+                "addresses: build nn.Embedding with sparse=False, or keep it in an Eager element"
+            )
         if not grad.is_contiguous():
             self.copies.append(("not contiguous", tuple(grad.shape)))
             return grad.contiguous()

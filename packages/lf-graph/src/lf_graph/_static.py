@@ -6,13 +6,13 @@ gave wrong results silently in flash-attention#1164), so a replay with another v
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lf_graph._errors import GraphError, SignatureError
@@ -73,6 +73,29 @@ def _paths(structure: pytree.TreeSpec) -> list[str]:
     found, _ = pytree.tree_flatten_with_path(numbered)
     args_or_kwargs = ("args", "kwargs")
     return [args_or_kwargs[path[0].idx] + pytree.keystr(path[1:]) for path, _ in found]  # type: ignore[attr-defined]
+
+
+def require_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Refuse arguments whose content a graph would freeze without anybody noticing: arrays, objects with tensors.
+
+    Raises:
+        GraphError: naming the type, with what to give instead.
+    """
+    for leaf in pytree.tree_leaves((args, kwargs)):
+        if _hides_values(leaf):
+            raise GraphError(
+                f"an argument is a {type(leaf).__name__}, whose content would be frozen into the graph: give tensors, "
+                "or lists, tuples and dicts of them (a batch object as **batch, or registered with "
+                "torch.utils._pytree)"
+            )
+
+
+def _hides_values(leaf: Any) -> bool:
+    if isinstance(leaf, (np.ndarray, Mapping)):
+        return True
+    if isinstance(leaf, (Tensor, nn.Module, type)) or type(leaf).__module__.startswith("lf_graph"):
+        return False
+    return any(isinstance(x, (Tensor, np.ndarray)) for x in getattr(leaf, "__dict__", {}).values())
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:

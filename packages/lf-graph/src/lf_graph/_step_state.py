@@ -34,7 +34,11 @@ class StepState:
         self.views: list[Tensor] = []
         self.sink: Direct | Into | None = None
         stand_ins = update.stand_ins()
-        self.index = {id(stand_ins.get(p, p)): i for i, p in enumerate(update.parameters)}
+        # a loss may also read a parameter that it holds itself, which no swap reaches
+        self.index = {id(p): i for i, p in enumerate(update.parameters)}
+        self.index |= {
+            id(stand_ins[p]): i for p, i in zip(update.parameters, self.index.values(), strict=True)
+        }
 
     def follow(self) -> None:
         """Order what comes now behind the last replay, if the caller changed streams in between."""

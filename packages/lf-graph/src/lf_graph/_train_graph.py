@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
 from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
+from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
 from lf_graph._modes import TrainingModes
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import buffers_of, restored, swapped
@@ -95,7 +96,7 @@ class MicroGraph:
         self.recipe, self.static, self.pool = recipe, static, pool
         self._totals = totals
         self._kept: list[Any] = []
-        self._modes = TrainingModes(recipe.roots)
+        self._modes, self._members = TrainingModes(recipe.roots), Members(())
         self._function = LossFunction(recipe.loss, static.signature, totals)
         self.segment = self._segment(self._function)
 
@@ -112,6 +113,8 @@ class MicroGraph:
                 parameters); returns where gradients go.
         """
         backend, recipe = self.pool.backend, self.recipe
+        require_no_gradient_hooks(recipe.roots)
+        assigned = AssignedBuffers(recipe.roots)
         values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
         with ExitStack() as stack:
             stack.enter_context(self._modes.watching())
@@ -122,12 +125,15 @@ class MicroGraph:
             stack.enter_context(self._compiling())
             peak = backend.watch_peak()
             used = self.segment.warm_up(values)
+            assigned.settle()
             self.pool.check_budget("this step", peak())
             sink = prepare(used)
             with self.pool.counting(self):
                 self.segment.capture_forward(values)
                 self.segment.make_seeds()
                 self.segment.capture_backward(sink)
+        assigned.require_settled()
+        self._members = Members(recipe.roots)
 
     def _compiling(self) -> Any:
         mode = self.recipe.compile
@@ -145,8 +151,9 @@ class MicroGraph:
         return stack
 
     def require_mode(self, name: str) -> None:
-        """See :meth:`TrainingModes.require`."""
+        """See :meth:`TrainingModes.require` and :meth:`Members.require`."""
         self._modes.require(name)
+        self._members.require(name)
 
     def replay(self) -> None:
         """Forward and backward."""

@@ -2,36 +2,39 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from lf_graph._adamw import Launch
+from lf_graph._alone import Alone
 from lf_graph._backend import Backend, backend_for
 from lf_graph._compile import CompileMode, require_no_own_graphs
 from lf_graph._errors import AddressError, ClosedError, GraphError, SignatureError
+from lf_graph._members import LoadHook, buffers_as_they_were
+from lf_graph._modes import require_gradients_on
 from lf_graph._parallel import Reduce, unwrap
 from lf_graph._pool import GraphPool
-from lf_graph._registry import forget, register
+from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
 from lf_graph._sinks import Direct, Into, require_all_used
-from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
+from lf_graph._static import StaticInputs, copy_into, require_constants, signature_of, tensors_of
 from lf_graph._stats import GraphStats
 from lf_graph._step_options import ANOTHER_SIGNATURE, require_optimizer, require_options
 from lf_graph._step_result import StepResult
 from lf_graph._step_state import StepState, copies_of
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import make_update
-from lf_graph._uses import parameter_uses
+from lf_graph._uses import Owned, parameter_uses
 
 Load = Callable[[list[Tensor]], int]
 
 
-class TrainStep:
+class TrainStep(NotCopied):
     """Forward, backward, gradient accumulation, clipping and the optimizer, captured at the first batch.
 
     The model is used as it is. Under bf16 autocast, parameters that the forward reads only through their bf16 cast
@@ -103,8 +106,11 @@ class TrainStep:
         self._state: StepState | None = None
         self._pending = 0
         self._broken, self._closed = "", False
+        self._alone = Alone()
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
-        self._hooks = [model.register_load_state_dict_post_hook(lambda *_: self._require_members())]
+        self._hooks = [
+            model.register_load_state_dict_post_hook(LoadHook(self._require_members)),
+        ]
         register(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
@@ -142,6 +148,10 @@ class TrainStep:
 
     def _micro(self, args: tuple[Any, ...], kwargs: dict[str, Any], load: Load) -> None:
         """A micro-batch of the signature of ``args``; ``load`` writes it to its static places."""
+        with self._alone(self.name):
+            self._micro_alone(args, kwargs, load)
+
+    def _micro_alone(self, args: tuple[Any, ...], kwargs: dict[str, Any], load: Load) -> None:
         self._require_whole()
         if self._pending >= self.accumulate:
             raise GraphError(
@@ -155,7 +165,8 @@ class TrainStep:
         if not self._pending:
             self._parallel.before_update_begins()
         self._counts["copies"] += load(graph.static.tensors)
-        graph.replay()
+        with self._whole("a micro-batch was interrupted"):
+            graph.replay()
         self._pending += 1
         self._counts["replays"] += len(graph.segment.graphs())
 
@@ -164,18 +175,23 @@ class TrainStep:
 
         Raises:
             GraphError: no micro-batch since the last update, or a sum over ranks that failed before.
-            OptimizerError: a hyper-parameter changed that the optimizer's graph holds as it was.
+            OptimizerError: a hyper-parameter changed that the optimizer's graph holds as it was; nothing has happened.
         """
+        with self._alone(self.name):
+            return self._update_alone()
+
+    def _update_alone(self) -> StepResult:
         self._require_whole()
         state = self._state
         if state is None or state.finish is None or state.optimize is None or not self._pending:
             raise GraphError("update() needs a micro-batch first")
         state.follow()
+        state.update.before_replay()  # it may refuse, and then nothing has happened yet
         self._reduce_gradients(state)
-        state.finish.replay()
-        report = state.report.clone()
-        state.update.before_replay()
-        state.optimize.replay()
+        with self._whole("the last update was interrupted"):
+            state.finish.replay()
+            report = state.report.clone()
+            state.optimize.replay()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
         self._counts["replays"] += 2
@@ -184,10 +200,16 @@ class TrainStep:
     def _reduce_gradients(self, state: StepState) -> None:
         if self._reduce is None:
             return
-        try:
+        with self._whole("the gradients of the last update were not summed on every rank"):
             self._reduce(state.buffers, state.totals)
+
+    @contextmanager
+    def _whole(self, otherwise: str) -> Iterator[None]:
+        """What must not happen by half: after an error inside, sums and gradients do not belong together."""
+        try:
+            yield
         except BaseException as e:
-            self._broken = f"{type(e).__name__}: {e}"
+            self._broken = f"{otherwise} ({type(e).__name__}: {e})"
             raise
 
     def _require_members(self) -> None:
@@ -211,8 +233,8 @@ class TrainStep:
             raise ClosedError(f"{self.name} was closed: make a new TrainStep")
         if self._broken:
             raise GraphError(
-                f"{self.name}: the gradients of the last update were not summed on every rank ({self._broken}); "
-                "close this step, form the process group anew and continue from a checkpoint"
+                f"{self.name}: {self._broken}; close this step, form the process group anew if there is one, and "
+                "continue from a checkpoint"
             )
         self._parallel.require_even()
 
@@ -258,6 +280,8 @@ class TrainStep:
             raise
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
+        require_gradients_on(self.name)
+        require_constants(args, kwargs)
         tensors = tensors_of(args, kwargs)
         if not tensors:
             raise GraphError("a batch needs at least one tensor")
@@ -293,7 +317,8 @@ class TrainStep:
             with autocast(), self._parallel.bypassed():
                 return self.loss(*a, **k)
 
-        uses = parameter_uses(_Owned(forward, self.model), *args, **kwargs)
+        with buffers_as_they_were([self.model]):
+            uses = parameter_uses(Owned(forward, self.model), *args, **kwargs)
         parameters = dict(self.model.named_parameters(remove_duplicate=False))
         trained = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
         eligible = {n for n, u in uses.items() if u.only_cast_to is torch.bfloat16}
@@ -311,6 +336,7 @@ class TrainStep:
         while len(state.graphs) >= self.max_graphs:
             state.backend.synchronize()
             state.graphs.pop(0).close()
+        require_gradients_on(self.name)
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
         # a capture that executes must not add to what earlier micro-batches of this update left
@@ -385,13 +411,3 @@ class TrainStep:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-class _Owned:
-    """A function together with the module whose parameters are asked for."""
-
-    def __init__(self, fn: Callable[..., Any], model: nn.Module) -> None:
-        self.fn, self.model = fn, model
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.fn(*args, **kwargs)

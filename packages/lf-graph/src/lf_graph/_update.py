@@ -311,6 +311,8 @@ class StockUpdate:
 
     def before_replay(self) -> None:
         """Write learning rates; a change of anything else is refused, because the graph cannot follow it."""
+        if len(self.optimizer.param_groups) != len(self._frozen):
+            raise OptimizerError("param_groups", "a group was added later", "make a new TrainStep after that")
         for group, rate, frozen in zip(self.optimizer.param_groups, self._rates, self._frozen, strict=True):
             for key, value in frozen.items():
                 if group.get(key) != value:

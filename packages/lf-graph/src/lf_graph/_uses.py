@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -178,3 +178,13 @@ def _without_autocast_cache() -> Iterator[None]:
     finally:
         torch.clear_autocast_cache()
         torch.set_autocast_cache_enabled(enabled)
+
+
+class Owned:
+    """A function together with the module whose parameters are asked for."""
+
+    def __init__(self, fn: Callable[..., Any], model: nn.Module) -> None:
+        self.fn, self.model = fn, model
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.fn(*args, **kwargs)

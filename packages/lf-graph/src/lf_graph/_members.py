@@ -1,0 +1,173 @@
+"""What a graph took from modules by identity: submodules, parameters, buffers, and which of them are trained.
+
+A graph goes on reading the memory of its capture. A module that was exchanged, a buffer that was assigned anew or a
+frozen weight that was moved would leave it with yesterday's values (on CUDA: with freed memory), so a replay is
+refused.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+from lf_graph._errors import AddressError, GraphCaptureError, SignatureError
+
+
+def _modules_of(roots: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
+    """Each module once, with its dotted name inside its root."""
+    found: dict[nn.Module, str] = {}
+    for root in roots:
+        for prefix, module in root.named_modules():
+            found.setdefault(module, prefix)
+    return [(prefix, module) for module, prefix in found.items()]
+
+
+class Members:
+    """The members of modules and of everything inside them, at one moment; keeps their memory alive."""
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._registries: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
+        tensors: dict[int, tuple[str, Tensor]] = {}
+        for prefix, module in _modules_of(roots):
+            for registry in (module._modules, module._parameters, module._buffers):
+                self._registries.append((prefix, registry, dict(registry)))
+            named = {**module._parameters, **module._buffers}
+            tensors |= {id(t): (_name(prefix, n), t) for n, t in named.items() if t is not None}
+        self._names = [f"{name} of shape {list(t.shape)}" for name, t in tensors.values()]
+        self._tensors = [t for _, t in tensors.values()]
+        self._memory = [
+            t.detach() for t in self._tensors
+        ]  # what the graph reads must outlive ``p.data = other``
+        self._addresses = [t.data_ptr() for t in self._tensors]
+        self.trains = any(t.requires_grad for t in self._tensors)
+        self._trained = [t.requires_grad for t in self._tensors]
+
+    def require(self, name: str) -> None:
+        """Refuse to replay with other members; host work only.
+
+        Raises:
+            AddressError: a module, parameter or buffer was exchanged, added, removed or moved.
+            SignatureError: a parameter was frozen or unfrozen.
+        """
+        for prefix, registry, known in self._registries:
+            if changed := _first_change(registry, known):
+                raise AddressError(
+                    f"{name}: {_name(prefix, changed)} is another one than at capture; change values in place, with "
+                    "copy_(), or capture again"
+                )
+        if [t.data_ptr() for t in self._tensors] != self._addresses:
+            self._raise_moved(name)
+        if (now := [t.requires_grad for t in self._tensors]) != self._trained:
+            pairs = zip(self._names, self._trained, now, strict=True)
+            raise SignatureError(
+                name,
+                [f"requires_grad of {n}: {a} -> {b}" for n, a, b in pairs if a != b],
+                "capture again after freezing or unfreezing parameters",
+            )
+
+    def _raise_moved(self, name: str) -> None:
+        for which, tensor, address in zip(self._names, self._tensors, self._addresses, strict=True):
+            if tensor.data_ptr() != address:
+                raise AddressError(
+                    f"{name}: {which} lies elsewhere than at capture (its .data was replaced); copy values in place "
+                    "with copy_(), or capture again"
+                )
+
+
+def _name(prefix: str, member: str) -> str:
+    return f"{prefix}.{member}" if prefix else member
+
+
+def _first_change(now: dict[str, Any], known: dict[str, Any]) -> str:
+    """The first member that is not the same object; "" when all are."""
+    if len(now) == len(known) and all(map(is_, now.values(), known.values())):  # runs before every replay
+        return ""
+    return next((n for n in {**known, **now} if now.get(n) is not known.get(n)), "")
+
+
+class AssignedBuffers:
+    """Finds buffers that a forward assigns anew (``self.n = self.n + 1``), which a replay would not do.
+
+    What is assigned in the first run only, such as a cache, stays allowed.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module]) -> None:
+        self._modules = _modules_of(roots)
+        self._first = self._now()
+        self._settled = self._first
+
+    def _now(self) -> list[dict[str, Tensor | None]]:
+        return [dict(m._buffers) for _, m in self._modules]
+
+    def settle(self) -> None:
+        """The warm-up is over: from here on nothing may change."""
+        self._settled = self._now()
+
+    def require_settled(self) -> None:
+        """After the capture.
+
+        Raises:
+            GraphCaptureError: naming the buffer; all buffers are the ones of the beginning again.
+        """
+        for (prefix, module), known in zip(self._modules, self._settled, strict=True):
+            if changed := _first_change(module._buffers, known):
+                self.put_back()
+                raise GraphCaptureError(
+                    f"assignment of {_name(prefix, changed)}",
+                    "",
+                    "the forward makes a new tensor for a buffer, and a replay would start from the old one each time",
+                    f"write it in place: self.{changed}.copy_(...)",
+                )
+
+    def put_back(self) -> None:
+        """Give the modules the buffers of the beginning."""
+        for (_, module), first in zip(self._modules, self._first, strict=True):
+            module._buffers.clear()
+            module._buffers.update(first)
+
+
+@contextmanager
+def buffers_as_they_were(roots: Iterable[nn.Module]) -> Iterator[None]:
+    """For a forward that is run for what it shows only: also buffers that it assigned are put back."""
+    assigned = AssignedBuffers(roots)
+    try:
+        yield
+    finally:
+        assigned.put_back()
+
+
+class LoadHook:
+    """Calls a method after a model loaded weights; copies and pickles of the model come without it."""
+
+    def __init__(self, method: Callable[[], None] | None = None) -> None:
+        self._method = None if method is None else weakref.WeakMethod(method)
+
+    def __call__(self, *_: object) -> None:
+        method = None if self._method is None else self._method()
+        if method is not None:
+            method()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return LoadHook, ()
+
+
+def require_no_gradient_hooks(roots: Iterable[nn.Module]) -> None:
+    """Refuse hooks on the gradients of parameters, which are accumulated where no hook sees them.
+
+    Raises:
+        GraphCaptureError: naming the parameter.
+    """
+    for prefix, module in _modules_of(roots):
+        for name, p in module._parameters.items():
+            if p is not None and (p._backward_hooks or getattr(p, "_post_accumulate_grad_hooks", None)):
+                raise GraphCaptureError(
+                    f"hook of {_name(prefix, name)}",
+                    "",
+                    "gradients of parameters are accumulated inside the graph, so the hook would never run",
+                    "remove it (handle.remove()), and read or change p.grad after the backward",
+                )

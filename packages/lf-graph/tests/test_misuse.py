@@ -1,0 +1,432 @@
+"""What changes behind a graph's back, or cannot be part of one, is refused with a way out: never a silent number."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import threading
+from collections import UserDict
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lf_graph import (
+    AddressError,
+    Chain,
+    Eager,
+    GraphCaptureError,
+    GraphError,
+    HostRoutedMoE,
+    OptimizerError,
+    Piece,
+    SignatureError,
+    StaleReplayError,
+    TrainStep,
+    capture,
+)
+
+WIDTH = 4
+
+
+def model_of() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.Linear(WIDTH, 1))
+
+
+def x() -> Tensor:
+    return torch.randn(6, WIDTH)
+
+
+def called(model: nn.Module) -> Callable[[], Any]:
+    graphed = capture(model, x())
+    return lambda: graphed(x())
+
+
+def stepped(model: nn.Module) -> Callable[[], Any]:
+    optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=0.1)
+    step = TrainStep(model, optimizer, loss=lambda x: model(x).square().mean())
+    step(x())
+    return lambda: step(x())
+
+
+WAYS = pytest.mark.parametrize("way", [called, stepped])
+
+
+# what a graph took from its modules
+
+
+@WAYS
+def test_a_parameter_frozen_after_the_capture_is_named(way: Any) -> None:
+    model = model_of()
+    run = way(model)
+    model[0].requires_grad_(False)
+    with pytest.raises(SignatureError, match=r"requires_grad of 0\.weight.*: True -> False"):
+        run()
+
+
+@WAYS
+def test_a_parameter_unfrozen_after_the_capture_is_named(way: Any) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    run = way(model)
+    model[0].requires_grad_(True)
+    with pytest.raises(SignatureError, match=r"requires_grad of 0\.weight.*: False -> True"):
+        run()
+
+
+@WAYS
+def test_an_exchanged_module_is_named(way: Any) -> None:
+    model = model_of()
+    run = way(model)
+    model[1] = nn.BatchNorm1d(WIDTH)
+    with pytest.raises(AddressError, match="1 is another one"):
+        run()
+
+
+def test_an_appended_module_is_named() -> None:
+    model = model_of()
+    run = called(model)
+    model.append(nn.Tanh())
+    with pytest.raises(AddressError, match="3 is another one"):
+        run()
+
+
+@WAYS
+def test_an_exchanged_buffer_is_named(way: Any) -> None:
+    model = model_of()
+    run = way(model)
+    model[1].running_mean = torch.ones(WIDTH)
+    with pytest.raises(AddressError, match=r"1\.running_mean is another one"):
+        run()
+
+
+@WAYS
+def test_moved_data_of_a_frozen_parameter_is_named(way: Any) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    run = way(model)
+    model[0].weight.data = torch.ones(WIDTH, WIDTH)
+    with pytest.raises(AddressError, match=r"0\.weight of shape \[4, 4\] lies elsewhere"):
+        run()
+
+
+@WAYS
+def test_values_of_frozen_parameters_and_buffers_may_change_in_place(way: Any) -> None:
+    model = model_of()
+    model[0].requires_grad_(False)
+    run = way(model)
+    model.load_state_dict(model_of().state_dict())
+    run()
+
+
+class Counting(nn.Module):
+    """Assigns a buffer anew in every forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer("calls", torch.zeros(1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls = self.calls + 1
+        return self.linear(x) * self.calls
+
+
+@WAYS
+def test_a_buffer_that_the_forward_assigns_is_refused_and_put_back(way: Any) -> None:
+    model = Counting()
+    own = model.calls
+    with pytest.raises(GraphCaptureError, match=r"assignment of calls.*self\.calls\.copy_"):
+        way(model)
+    assert model.calls is own
+    assert own.item() == 0
+
+
+class Caching(nn.Module):
+    """Makes a buffer in its first forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, 1)
+        self.register_buffer("table", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None:
+            self.table = torch.arange(WIDTH).float()
+        return self.linear(x + self.table)
+
+
+@WAYS
+def test_a_buffer_made_once_is_allowed(way: Any) -> None:
+    way(Caching())()
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+@WAYS
+def test_a_hook_on_a_gradient_is_refused(way: Any, register: str) -> None:
+    model = model_of()
+    getattr(model[0].weight, register)(lambda grad: None)
+    with pytest.raises(GraphCaptureError, match=r"hook of 0\.weight"):
+        way(model)
+
+
+def test_a_model_converted_after_closing_gets_gradients_of_its_new_dtype() -> None:
+    model = nn.Linear(WIDTH, 1)
+    with capture(model, x()) as graphed:
+        graphed(x()).sum().backward()
+    model.zero_grad()
+    model.double()
+    with capture(model, x().double()) as graphed:
+        graphed(x().double()).sum().backward()
+    assert model.weight.grad is not None
+    assert model.weight.grad.dtype == torch.float64
+
+
+# the surroundings of a capture and of a call
+
+
+def test_a_capture_inside_autocast_follows_the_weights() -> None:
+    model = nn.Linear(WIDTH, 1)
+    with torch.autocast("cpu", torch.bfloat16):
+        graphed = capture(model, x())
+    with torch.no_grad():
+        model.weight.mul_(3)
+    batch = x()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(graphed(batch), model(batch))
+
+
+def test_a_step_inside_autocast_follows_the_weights() -> None:
+    model = nn.Linear(WIDTH, 1)
+    optimizer, batch = torch.optim.SGD(model.parameters(), lr=0.5), x()
+    with (
+        torch.autocast("cpu", torch.bfloat16),
+        TrainStep(model, optimizer, loss=lambda x: model(x).float().mean()) as step,
+    ):
+        losses = [step(batch).loss.item() for _ in range(3)]
+        assert losses[0] > losses[1] > losses[2]
+
+
+def test_a_graph_without_a_backward_is_not_called_with_gradients() -> None:
+    model = nn.Linear(WIDTH, 1)
+    with torch.no_grad():
+        graphed = capture(model, x())
+        graphed(x())
+    with pytest.raises(SignatureError, match=r"gradients \(torch\.no_grad\): off -> on"):
+        graphed(x())
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_a_step_is_captured_where_autograd_is_on(mode: Any) -> None:
+    with mode(), pytest.raises(GraphError, match="call it outside of"):
+        stepped(model_of())
+
+
+def test_a_capture_in_inference_mode_is_refused() -> None:
+    with torch.inference_mode(), pytest.raises(GraphError, match=r"outside of torch\.inference_mode"):
+        capture(model_of(), x())
+
+
+def test_a_call_in_inference_mode_replays() -> None:
+    model = nn.Linear(WIDTH, 1)
+    graphed, batch = capture(model, x()), x()
+    with torch.inference_mode():
+        assert torch.allclose(graphed(batch), model(batch))
+
+
+def test_a_second_thread_is_refused_and_gets_no_numbers_of_the_first() -> None:
+    inside, leave, errors = threading.Event(), threading.Event(), []
+
+    def wait(x: Tensor) -> Tensor:
+        if threading.current_thread() is not threading.main_thread():
+            inside.set()
+            assert leave.wait(10)
+        return x
+
+    chain = Chain([Piece(torch.relu), Eager(wait), Piece(torch.neg)]).capture(x())
+    thread = threading.Thread(target=chain, args=(x(),))
+    thread.start()
+    assert inside.wait(10)
+    try:
+        chain(x())
+    except GraphError as e:
+        errors.append(str(e))
+    leave.set()
+    thread.join()
+    assert "second thread" in errors[0]
+    chain(x())
+
+
+# arguments and results
+
+
+@dataclass
+class Batch:
+    """Not a tree of tensors for torch."""
+
+    ids: Tensor
+
+
+@pytest.mark.parametrize("argument", [np.ones(2), Batch(torch.ones(2)), UserDict(ids=torch.ones(2))])
+def test_an_argument_with_hidden_values_is_refused(argument: Any) -> None:
+    with pytest.raises(GraphError, match=f"a {type(argument).__name__}, whose content would be frozen"):
+        capture(lambda x, other: x, x(), argument)
+    model = nn.Linear(WIDTH, 1)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), loss=lambda x, other: model(x).mean())
+    with pytest.raises(GraphError, match="whose content would be frozen"):
+        step(x(), argument)
+
+
+@pytest.mark.parametrize("change", [lambda x: x.add_(1), lambda x: x[0].zero_(), lambda x: x.t().mul_(2)])
+def test_an_input_changed_in_place_is_refused(change: Callable[[Tensor], Tensor]) -> None:
+    with pytest.raises(GraphCaptureError, match="in-place change of input in0"):
+        capture(lambda x: (change(x), x * 2)[1], x())
+
+
+@pytest.mark.parametrize("result", [None, 3, (torch.ones(1), None)])
+def test_a_piece_returns_tensors(result: Any) -> None:
+    with pytest.raises(GraphError, match="a piece gives one tensor, or a tuple of tensors"):
+        Chain([Piece(lambda x: result)]).capture(x())
+
+
+def test_a_chain_takes_tensors() -> None:
+    with pytest.raises(GraphError, match=r"takes tensors, got \['int'\]"):
+        Chain([Piece(torch.relu)]).capture(3)  # type: ignore[arg-type]
+
+
+def test_a_second_backward_of_one_replay_is_refused() -> None:
+    loss = capture(model_of(), x())(x()).sum()
+    loss.backward(retain_graph=True)
+    with pytest.raises(StaleReplayError, match="add the losses and run one backward"):
+        loss.backward()
+
+
+def test_sparse_gradients_are_refused() -> None:
+    with pytest.raises(GraphError, match="sparse=False"):
+        capture(nn.Embedding(5, WIDTH, sparse=True), torch.tensor([1, 2]))
+
+
+@pytest.mark.parametrize("way", [called, stepped])
+def test_nothing_that_holds_graphs_is_copied(way: Any) -> None:
+    graphed = way(model_of()).__closure__[0].cell_contents
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(GraphError, match="cannot be copied or pickled"):
+            duplicate(graphed)
+
+
+def test_a_model_and_its_optimizer_can_be_copied_and_pickled_beside_a_step() -> None:
+    model = model_of()
+    run = stepped(model)
+    twins = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    for twin in twins:
+        twin.load_state_dict(twin.state_dict(), assign=True)  # the step does not watch copies
+        assert torch.equal(twin[0].weight, model[0].weight)
+    run()
+
+
+def test_a_copied_moe_layer_comes_without_graphs() -> None:
+    layer = HostRoutedMoE(WIDTH, 8, 3, 1, capacities=(6,))
+    layer.capture_buckets(x())
+    batch = x()
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        layer.experts.down.zero_()
+    assert twin(batch).y.abs().sum() > 0
+    layer.close()
+
+
+# the step
+
+
+def test_a_loss_may_hold_a_parameter_itself() -> None:
+    ours, theirs = nn.Linear(WIDTH, 1, bias=False), nn.Linear(WIDTH, 1, bias=False)
+    theirs.load_state_dict(ours.state_dict())
+    weight, optimizer = ours.weight, torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    step = TrainStep(
+        ours, torch.optim.AdamW([weight], lr=0.1), loss=lambda x: (x @ weight.t()).square().mean()
+    )
+    for batch in (x(), x(), x()):
+        step(batch)
+        optimizer.zero_grad()
+        theirs(batch).square().mean().backward()
+        optimizer.step()
+    assert torch.allclose(ours.weight, theirs.weight, atol=1e-6)
+
+
+def test_an_lstm_is_trained_as_in_a_loop() -> None:
+    ours = nn.LSTM(WIDTH, WIDTH)
+    theirs = copy.deepcopy(ours)
+    optimizer = torch.optim.AdamW(theirs.parameters(), lr=0.1)
+    step = TrainStep(
+        ours, torch.optim.AdamW(ours.parameters(), lr=0.1), loss=lambda x: ours(x)[0].square().mean()
+    )
+    for batch in (torch.randn(3, 2, WIDTH) for _ in range(3)):
+        step(batch)
+        optimizer.zero_grad()
+        theirs(batch)[0].square().mean().backward()
+        optimizer.step()
+    for a, b in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.allclose(a, b, atol=1e-5)
+
+
+def sgd_step(model: nn.Linear, **options: Any) -> tuple[TrainStep, torch.optim.SGD]:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    return TrainStep(
+        model, optimizer, loss=lambda x: (model(x).square().sum(), x.new_tensor(7.0)), **options
+    ), optimizer
+
+
+def test_an_update_refused_by_the_optimizer_can_be_repeated() -> None:
+    ours, batch = nn.Linear(WIDTH, 1), x()
+    theirs = copy.deepcopy(ours)
+    step, optimizer = sgd_step(ours, accumulate=2)
+    step.capture(batch)
+    step.micro(batch)
+    optimizer.param_groups[0]["momentum"] = 0.5
+    with pytest.raises(OptimizerError, match="only lr may change"):
+        step.update()
+    optimizer.param_groups[0]["momentum"] = 0.9
+    loss = theirs(batch).square().sum() / 7
+    loss.backward()
+    assert torch.allclose(step.update().loss, loss)
+    assert torch.allclose(ours.weight, theirs.weight - 0.1 * theirs.weight.grad, atol=1e-6)
+
+
+def test_a_step_interrupted_inside_an_update_can_only_be_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = sgd_step(nn.Linear(WIDTH, 1))
+    step(x())
+    step.micro(x())
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(step._state.optimize, "replay", interrupt)  # type: ignore[union-attr]
+    with pytest.raises(KeyboardInterrupt):
+        step.update()
+    with pytest.raises(GraphError, match=r"the last update was interrupted \(KeyboardInterrupt"):
+        step.update()
+    step.close()
+
+
+def test_a_group_added_to_any_optimizer_is_refused() -> None:
+    step, optimizer = sgd_step(nn.Linear(WIDTH, 1))
+    step(x())
+    optimizer.add_param_group({"params": nn.Linear(WIDTH, 1).parameters()})
+    with pytest.raises(OptimizerError, match="a group was added later"):
+        step(x())
+
+
+@pytest.mark.parametrize("option", ["maximize", "amsgrad"])
+def test_an_option_switched_on_later_is_refused(option: str) -> None:
+    model = nn.Linear(WIDTH, 1)
+    optimizer = torch.optim.AdamW(model.parameters())
+    step = TrainStep(model, optimizer, loss=lambda x: model(x).mean())
+    step(x())
+    optimizer.param_groups[0][option] = True
+    with pytest.raises(OptimizerError, match=option):
+        step(x())
