@@ -459,7 +459,7 @@ def test_a_parameter_frozen_after_the_capture_is_refused_until_the_next_one() ->
     m = linears(2)
     chain = Chain([Piece(m[0]), Piece(m[1])]).capture(data())
     m[0].weight.requires_grad_(False)
-    with pytest.raises(SignatureError, match=r"requires_grad .*\[4, 4\]: True -> False; capture again"):
+    with pytest.raises(SignatureError, match=r"requires_grad of weight: True -> False; capture again"):
         chain(data())
     chain.capture(data())(data()).sum().backward()
     assert m[0].weight.grad is None

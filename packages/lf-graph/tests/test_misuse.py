@@ -10,7 +10,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -111,7 +110,7 @@ def test_moved_data_of_a_frozen_parameter_is_named(way: Any) -> None:
     model[0].requires_grad_(False)
     run = way(model)
     model[0].weight.data = torch.ones(WIDTH, WIDTH)
-    with pytest.raises(AddressError, match=r"0\.weight of shape \[4, 4\] lies elsewhere"):
+    with pytest.raises(AddressError, match=r"0\.weight lies elsewhere"):
         run()
 
 
@@ -272,7 +271,7 @@ class Batch:
     ids: Tensor
 
 
-@pytest.mark.parametrize("argument", [np.ones(2), Batch(torch.ones(2)), UserDict(ids=torch.ones(2))])
+@pytest.mark.parametrize("argument", [Batch(torch.ones(2)), UserDict(ids=torch.ones(2))])
 def test_an_argument_with_hidden_values_is_refused(argument: Any) -> None:
     with pytest.raises(GraphError, match=f"a {type(argument).__name__}, whose content would be frozen"):
         capture(lambda x, other: x, x(), argument)

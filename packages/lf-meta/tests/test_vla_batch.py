@@ -32,6 +32,10 @@ from lf_meta.models.gr00t_vla_batch import check_batch, random_batch
         ({"dropout": 1.0}, "dropout"),
         ({"state_loss": -1.0}, "state_loss"),
         ({"colour": 1}, "colour"),
+        ({"text_layers": 10**9}, "text_layers"),
+        ({"vocab_size": 10**18}, "vocab_size"),
+        ({"action_bins": 2**40}, "action_bins"),
+        ({"rope_base": float("inf")}, "rope_base"),
     ],
 )
 def test_dimensions_that_do_not_fit_name_their_key(args: dict[str, Any], key: str) -> None:
@@ -53,7 +57,27 @@ def test_dimensions_that_do_not_fit_name_their_key(args: dict[str, Any], key: st
         ("lengths", lambda b: b["lengths"] * 0 + 21, "3 lengths outside 0..20"),
         ("lengths", lambda b: b["lengths"] * 0 + 5, "3 rows without exactly 8 image placeholders"),
         ("input_ids", lambda b: b["input_ids"] - 400, "60 ids outside 0..319"),
-        ("state", lambda b: b["state"] * float("nan"), "24 values of state or action that are not finite"),
+        (
+            "state",
+            lambda b: b["state"] * float("nan"),
+            "24 values of pixels, state or action that are not finite",
+        ),
+        ("state", lambda b: b["state"].long(), "state is torch.int64, not floating point"),
+        (
+            "action",
+            lambda b: b["action"].to(torch.complex64),
+            "action is torch.complex64, not floating point",
+        ),
+        ("pixel_values", lambda b: b["pixel_values"].short(), "stored frames are torch.uint8"),
+        (
+            "pixel_values",
+            lambda b: b["pixel_values"].movedim(-1, 2) * float("nan"),
+            "pixels, state or action",
+        ),
+        ("input_ids", lambda b: b["input_ids"][0], r"input_ids is \[20\], not \[rows, tokens\]"),
+        ("input_ids", lambda b: b["input_ids"][:0], r"input_ids is \[0, 20\], not \[rows, tokens\]"),
+        ("input_ids", lambda b: torch.tensor(3), r"input_ids is \[\], not \[rows, tokens\]"),
+        ("input_ids", lambda b: b["input_ids"].tolist(), r"no tensor in input_ids \(list\)"),
     ],
 )
 def test_a_batch_that_does_not_fit_is_named(key: str, change: Any, message: str) -> None:

@@ -185,7 +185,10 @@ def _index(names: object) -> Callable[[Path], object]:
         (_write(INDEX, "[]"), "is no index"),
         (_index([1]), "is no index"),
         (_index({"a": ["b"]}), "is no index"),
+        (_write(INDEX, "[" * 100_000), "is no index"),
         (_index({"a": 3}), "outside its folder"),
+        (_index({"a": ".."}), "outside its folder"),
+        (_index({"a": ""}), "outside its folder"),
         (_index({"a": "../weights/model.safetensors"}), "outside its folder"),
         (_index({"a": "gone.safetensors"}), "cannot be read as safetensors"),
     ],
@@ -303,6 +306,7 @@ def test_nvidias_config_sets_what_shapes_do_not_show(folder: Path) -> None:
         ),
         ("config.json", nvidia(action_horizon="six"), "horizon"),
         ("config.json", [1], "no JSON object"),
+        ("config.json", {"diffusion_model_cfg": [1]}, "diffusion_model_cfg is a list"),
         ("loongforge.json", {"version": 2, "model": "gr00t_n16_vla"}, "version 2, not"),
         ("loongforge.json", {"version": 1, "model": "gr00t_n16_vla"}, "has no config"),
         (
@@ -319,3 +323,15 @@ def test_a_description_of_another_model_is_refused(
     _write(name, json.dumps(content))(folder)
     with pytest.raises(ConfigError, match=message):
         from_pretrained(folder)
+
+
+@pytest.mark.parametrize("content", [b"\xff", b"[" * 100_000])
+def test_a_damaged_description_is_a_typed_error(folder: Path, content: bytes) -> None:
+    _write("loongforge.json", content)(folder)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        from_pretrained(folder)
+
+
+def test_a_shard_size_that_holds_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match="shard_bytes=0"):
+        save_pretrained(tiny(), tmp_path / "weights", shard_bytes=0)

@@ -38,7 +38,7 @@ class Members:
                 self._registries.append((prefix, registry, dict(registry)))
             named = {**module._parameters, **module._buffers}
             tensors |= {id(t): (_name(prefix, n), t) for n, t in named.items() if t is not None}
-        self._names = [f"{name} of shape {list(t.shape)}" for name, t in tensors.values()]
+        self._names = [name for name, _ in tensors.values()]
         self._tensors = [t for _, t in tensors.values()]
         self._memory = [
             t.detach() for t in self._tensors
@@ -47,7 +47,7 @@ class Members:
         self.trains = any(t.requires_grad for t in self._tensors)
         self._trained = [t.requires_grad for t in self._tensors]
 
-    def require(self, name: str) -> None:
+    def require(self, name: str, fix: str = "capture again after freezing or unfreezing parameters") -> None:
         """Refuse to replay with other members; host work only.
 
         Raises:
@@ -67,7 +67,7 @@ class Members:
             raise SignatureError(
                 name,
                 [f"requires_grad of {n}: {a} -> {b}" for n, a, b in pairs if a != b],
-                "capture again after freezing or unfreezing parameters",
+                fix,
             )
 
     def _raise_moved(self, name: str) -> None:

@@ -76,7 +76,7 @@ def _paths(structure: pytree.TreeSpec) -> list[str]:
 
 
 def require_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Refuse arguments whose content a graph would freeze without anybody noticing: arrays, objects with tensors.
+    """Refuse objects with tensors inside, whose content a graph would freeze without anybody noticing.
 
     Raises:
         GraphError: naming the type, with what to give instead.
@@ -91,7 +91,7 @@ def require_constants(args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
 
 
 def _hides_values(leaf: Any) -> bool:
-    if isinstance(leaf, (np.ndarray, Mapping)):
+    if isinstance(leaf, Mapping):
         return True
     if isinstance(leaf, (Tensor, nn.Module, type)) or type(leaf).__module__.startswith("lf_graph"):
         return False

@@ -153,7 +153,7 @@ class MicroGraph:
     def require_mode(self, name: str) -> None:
         """See :meth:`TrainingModes.require` and :meth:`Members.require`."""
         self._modes.require(name)
-        self._members.require(name)
+        self._members.require(name, "make a new TrainStep after freezing or unfreezing parameters")
 
     def replay(self) -> None:
         """Forward and backward."""

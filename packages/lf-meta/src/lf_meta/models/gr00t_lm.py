@@ -22,7 +22,10 @@ from lf_meta.errors import ConfigError
 IGNORE = -100  # label of a position that is not predicted; torch's own default
 
 
-Dimension = Annotated[int, Field(gt=0, strict=True)]
+# Bounds far above any model, so that a damaged or hostile description is refused at once: without them a billion
+# layers are built until memory ends, and sizes overflow inside torch.
+Dimension = Annotated[int, Field(gt=0, le=2**20, strict=True)]
+Layers = Annotated[int, Field(gt=0, le=1024, strict=True)]
 
 
 class LMConfig(Section):
@@ -30,7 +33,7 @@ class LMConfig(Section):
 
     vocab_size: Dimension
     hidden: Dimension
-    layers: Dimension
+    layers: Layers
     heads: Dimension
     ffn: Dimension
     dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0

@@ -74,6 +74,9 @@ def check_batch(config: VLAConfig, batch: Mapping[str, Tensor]) -> None:
     missing = sorted(expected_shapes(config, 1, 1).keys() - batch.keys())
     if missing:
         raise DataError(f"the batch lacks {', '.join(missing)}")
+    strange = {k: type(v).__name__ for k, v in batch.items() if not isinstance(v, Tensor)}
+    if needed := sorted(expected_shapes(config, 1, 1).keys() & strange.keys()):
+        raise DataError(f"the batch holds no tensor in {', '.join(f'{k} ({strange[k]})' for k in needed)}")
     problems = _shape_problems(config, batch) or _value_problems(config, batch)
     if problems:
         raise DataError("the batch is not one of gr00t_n16_vla: " + "; ".join(problems))
@@ -81,6 +84,8 @@ def check_batch(config: VLAConfig, batch: Mapping[str, Tensor]) -> None:
 
 def _shape_problems(c: VLAConfig, batch: Mapping[str, Tensor]) -> list[str]:
     ids = batch["input_ids"]
+    if ids.dim() != 2 or not ids.numel():
+        return [f"input_ids is {list(ids.shape)}, not [rows, tokens] with at least one of each"]
     wanted = expected_shapes(c, len(ids), ids.shape[-1])
     if batch["pixel_values"].is_floating_point():
         wanted["pixel_values"] = (len(ids), c.cameras, 3, c.image_size, c.image_size)
@@ -93,6 +98,16 @@ def _shape_problems(c: VLAConfig, batch: Mapping[str, Tensor]) -> list[str]:
             found.append(f"{key} is {list(tensor.shape)}, not {list(shape)}")
         if tensor.dtype != kinds.get(key, tensor.dtype):
             found.append(f"{key} is {tensor.dtype}, not {kinds[key]}")
+    found += [
+        f"{k} is {batch[k].dtype}, not floating point"
+        for k in ("state", "action")
+        if not batch[k].is_floating_point()
+    ]
+    pixels = batch["pixel_values"]
+    if pixels.dtype != torch.uint8 and not pixels.is_floating_point():
+        found.append(
+            f"pixel_values is {pixels.dtype}: stored frames are torch.uint8, normalised ones floating point"
+        )
     if c.state_loss:
         found += _next_state_problems(c, batch)
     return found
@@ -120,8 +135,8 @@ def _value_problems(c: VLAConfig, batch: Mapping[str, Tensor]) -> list[str]:
         f"embodiments outside 0..{c.embodiments - 1}": (who < 0) | (who >= c.embodiments),
         f"rows without exactly {c.image_tokens} image placeholders": (images != c.image_tokens)
         & (lengths > 0),
-        "values of state or action that are not finite": ~torch.isfinite(
-            torch.cat([batch[k].flatten().double() for k in ("state", "action")])
-        ),
+        "values of pixels, state or action that are not finite": torch.stack(
+            [(~torch.isfinite(batch[k])).sum() for k in ("pixel_values", "state", "action")]
+        ).sum(),
     }
     return [f"{int(bad.sum())} {what}" for what, bad in checks.items() if bad.any()]

@@ -12,7 +12,7 @@ from typing import Annotated
 from pydantic import Field, ValidationInfo, field_validator
 
 from lf_meta.config import Section
-from lf_meta.models.gr00t_lm import Dimension
+from lf_meta.models.gr00t_lm import Dimension, Layers
 
 Count = Annotated[int, Field(ge=0, strict=True)]
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -31,22 +31,22 @@ class VLAConfig(Section):
         description="side of the table of patch positions; resized if an image has another number of patches"
     )
     vision_hidden: Dimension
-    vision_layers: Dimension
+    vision_layers: Layers
     vision_heads: Dimension
     vision_ffn: Dimension
-    vision_eps: Annotated[float, Field(gt=0)] = 1e-6
+    vision_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
     # language model (Qwen3)
     text_hidden: Dimension
-    text_layers: Dimension
-    tuned_layers: Dimension = Field(description="top language layers that are trained")
+    text_layers: Layers
+    tuned_layers: Layers = Field(description="top language layers that are trained")
     text_heads: Dimension
     text_kv_heads: Dimension
     text_head_dim: Dimension
     text_ffn: Dimension
-    rope_base: Annotated[float, Field(gt=0)] = 1e6
-    text_eps: Annotated[float, Field(gt=0)] = 1e-6
+    rope_base: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e6
+    text_eps: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1e-6
     # action head (AlternateVLDiT)
-    dit_layers: Dimension
+    dit_layers: Layers
     dit_heads: Dimension
     dit_head_dim: Dimension
     dit_output: Dimension
@@ -58,14 +58,16 @@ class VLAConfig(Section):
     action_dim: Dimension
     horizon: Dimension = Field(description="actions predicted at once")
     positions: Dimension = 1024
-    table_std: Annotated[float, Field(gt=0)] = Field(0.02, description="initial std of embodiment tables")
+    table_std: Annotated[float, Field(gt=0, allow_inf_nan=False)] = Field(
+        0.02, description="initial std of embodiment tables"
+    )
     # state augmentation, in training only
     state_dropout: Annotated[float, Field(ge=0, lt=1)] = Field(
         0.0, description="share of samples whose state is replaced by a learned token; 0 has no such token"
     )
     state_noise: Weight = Field(0.0, description="std of Gaussian noise added to the encoded state")
     # flow matching
-    time_alpha: Annotated[float, Field(gt=0)] = 1.5
+    time_alpha: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 1.5
     time_scale: Annotated[float, Field(gt=0, lt=1)] = 0.999
     time_buckets: Dimension = 1000
     denoise_steps: Dimension = 4
@@ -73,7 +75,7 @@ class VLAConfig(Section):
     state_loss: Weight = Field(0.0, description="weight of the world model's next-state loss")
     binned_loss: Weight = Field(0.0, description="weight of the discrete action head's cross entropy")
     extra_hidden: Dimension = Field(256, description="width of the optional heads")
-    action_bins: Annotated[int, Field(ge=2, strict=True)] = 256
+    action_bins: Annotated[int, Field(ge=2, le=2**20, strict=True)] = 256
 
     @field_validator("image_token")
     @classmethod

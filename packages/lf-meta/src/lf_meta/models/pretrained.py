@@ -84,9 +84,9 @@ def _files(folder: Path) -> list[Path]:
         return [folder / SINGLE]
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as e:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as e:
         raise WeightsError(index, f"is no index of safetensors files: {type(e).__name__}: {e}") from e
-    if any(not isinstance(n, str) or Path(n).name != n for n in names):
+    if any(not isinstance(n, str) or Path(n).name != n or n in ("", "..") for n in names):
         raise WeightsError(index, "names files outside its folder")
     return [folder / name for name in names]
 
@@ -199,6 +199,8 @@ def save_pretrained(
         raise WeightsError(
             path, f"this is the layout of gr00t_n16_vla; save the state_dict() of a {kind.__name__}"
         )
+    if shard_bytes < 1:
+        raise WeightsError(path, f"shard_bytes={shard_bytes}: use a positive number of bytes")
     if path.exists():
         raise WeightsError(path, "exists; weights are written into a new folder")
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}")

@@ -78,7 +78,7 @@ def write_config(config: VLAConfig, path: Path) -> None:
 def _load(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, RecursionError) as e:
         raise ConfigError(str(path), f"cannot be read: {e}") from e
     if not isinstance(content, dict):
         raise ConfigError(str(path), "is no JSON object")
@@ -104,6 +104,8 @@ def _own(path: Path, args: Mapping[str, int | float | bool | str]) -> VLAConfig:
 def _from_nvidia(path: Path) -> dict[str, Any]:
     content = _load(path)
     dit = content.get("diffusion_model_cfg") or {}
+    if not isinstance(dit, dict):
+        raise ConfigError(str(path), f"diffusion_model_cfg is a {type(dit).__name__}, not a JSON object")
     for given, fixed in ((content, _FIXED), (dit, _DIT_FIXED)):
         for key, value in fixed.items():
             if given.get(key, value) != value:
