@@ -16,11 +16,13 @@ from torch import Tensor, nn
 
 from lf_graph import (
     AddressError,
+    Buckets,
     Chain,
     Eager,
     GraphCaptureError,
     GraphError,
     HostRoutedMoE,
+    MoE,
     OptimizerError,
     Piece,
     SignatureError,
@@ -293,6 +295,24 @@ def test_a_piece_returns_tensors(result: Any) -> None:
         Chain([Piece(lambda x: result)]).capture(x())
 
 
+def test_a_parameter_that_is_only_returned_gets_its_gradient() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    held = nn.ParameterList([weight])
+    graphed = capture(lambda x: (x * 2, held[0]), torch.ones(3), modules=[held])
+    (graphed(torch.ones(3))[1] * 3).sum().backward()
+    assert weight.grad is not None
+    assert weight.grad.tolist() == [3, 3, 3]
+
+
+@pytest.mark.parametrize(
+    ("value", "dtype"), [(-100, torch.bool), (300, torch.uint8), (0.5, torch.int64), (-1, torch.uint8)]
+)
+def test_a_pad_value_that_its_tensor_cannot_hold_is_refused(value: float, dtype: torch.dtype) -> None:
+    buckets = Buckets(lambda x: x * 1, (4,), pad=value)
+    with pytest.raises(GraphError, match=f"x is {dtype} and cannot be padded with {value}"):
+        buckets(torch.ones(1, 3, dtype=dtype))
+
+
 def test_a_chain_takes_tensors() -> None:
     with pytest.raises(GraphError, match=r"takes tensors, got \['int'\]"):
         Chain([Piece(torch.relu)]).capture(3)  # type: ignore[arg-type]
@@ -429,3 +449,30 @@ def test_an_option_switched_on_later_is_refused(option: str) -> None:
     optimizer.param_groups[0][option] = True
     with pytest.raises(OptimizerError, match=option):
         step(x())
+
+
+def test_a_loss_may_change_its_batch_in_place() -> None:
+    model = nn.Embedding(6, WIDTH)
+    theirs = copy.deepcopy(model)
+    optimizer, ids = torch.optim.SGD(model.parameters(), lr=0.1), torch.tensor([1, 4])
+    step = TrainStep(model, optimizer, loss=lambda ids: model(ids.add_(1)).square().mean())
+    assert torch.equal(step(ids).loss, theirs(ids + 1).square().mean())
+    assert ids.tolist() == [1, 4]
+
+
+def test_a_batch_that_wants_gradients_is_refused() -> None:
+    model = nn.Linear(WIDTH, 1)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters()), loss=lambda x: model(x).mean())
+    with pytest.raises(GraphError, match="pass detach"):
+        step(x().requires_grad_())
+
+
+def test_padding_of_a_moe_layer_may_hold_nan() -> None:
+    layer = MoE(WIDTH, 8, 3, 2, balance_weight=0.1, z_weight=0.1)
+    keep = torch.tensor([True, True, False, False, True, False])
+    batch = torch.where(keep[:, None], x(), torch.nan).requires_grad_()
+    found = layer(batch, keep)
+    (found.y.sum() + found.aux).backward()
+    for tensor in (batch, *layer.parameters()):
+        assert tensor.grad is not None
+        assert tensor.grad.isfinite().all()

@@ -141,7 +141,7 @@ class MoE(nn.Module):
         flat, kept = self._flat(x, keep)
         dtype = compute_dtype(self.experts.down, flat)
         with no_autocast(flat.device):
-            logits = self._logits(flat, dtype)
+            logits = self._logits(flat if kept is None else _without(flat, kept), dtype)
             routing = self._route(logits, kept)
             counts = routing.counts()
             y = self._experts(flat.to(dtype), routing, kept)
@@ -180,6 +180,11 @@ class MoE(nn.Module):
         if self.z_weight:
             aux = aux + self.z_weight * router_z_loss(logits, keep)
         return aux
+
+
+def _without(x: Tensor, keep: Tensor) -> Tensor:
+    """Zeros for tokens that are not kept: NaN times a gradient of zero would still be NaN in the router's weight."""
+    return torch.where(keep[:, None], x, torch.zeros((), dtype=x.dtype, device=x.device))
 
 
 def row_weights(weights: Tensor, assignment: Tensor, rows: Tensor, keep: Tensor | None) -> Tensor:

@@ -219,6 +219,9 @@ class Call:
         """New tensors with the values of this call, padded to ``edge``."""
         specs = [x for x in self.signature(edge).leaves if isinstance(x, TensorSpec)]
         places = [torch.empty(s.shape, dtype=s.dtype, device=s.device) for s in specs]
+        for place, pad in zip(places, self.plan.pads, strict=True):
+            if pad is not None:
+                _require_exact(pad, place.dtype)
         self.write(places)
         return [p.requires_grad_(s.requires_grad) for p, s in zip(places, specs, strict=True)]
 
@@ -261,6 +264,17 @@ class Call:
             wants = leaf is not FILL and leaf.requires_grad
             joined.append(_join(place, leaf, pad, self.length) if wants else place)
         return joined
+
+
+def _require_exact(pad: Pad, dtype: torch.dtype) -> None:
+    """Refuse a value that its tensor would hold as another one, such as -100 as True."""
+    if dtype.is_floating_point or dtype.is_complex:
+        return
+    low, high = (0, 1) if dtype == torch.bool else (torch.iinfo(dtype).min, torch.iinfo(dtype).max)
+    if pad.value != int(pad.value) or not low <= pad.value <= high:
+        raise GraphError(
+            f"{pad.name} is {dtype} and cannot be padded with {pad.value}: give pad={{name: value}}"
+        )
 
 
 def is_tensor(leaf: Any) -> bool:

@@ -83,7 +83,7 @@ class _Run:
 def leaves_behind(outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
     """Leaf tensors other than ``inputs`` that ``outputs`` were computed from and that want a gradient, each once."""
     known = {id(t) for t in inputs}
-    found: dict[int, Tensor] = {}
+    found = {id(o): o for o in outputs if o.is_leaf and o.requires_grad and id(o) not in known}
     seen: set[Any] = set()
     stack = [o.grad_fn for o in outputs if o.grad_fn is not None]
     while stack:

@@ -121,10 +121,13 @@ class MicroGraph:
             stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
-            self.segment.dry_run(values)
+            with restored(backend, self.static.tensors):  # a loss may change its batch in place
+                self.segment.dry_run(values)
             stack.enter_context(self._compiling())
             peak = backend.watch_peak()
-            used = self.segment.warm_up(values)
+            for _ in range(2):
+                with restored(backend, self.static.tensors):
+                    used = self.segment.warm_up(values, runs=1)
             assigned.settle()
             self.pool.check_budget("this step", peak())
             sink = prepare(used)

@@ -285,6 +285,10 @@ class TrainStep(NotCopied):
         tensors = tensors_of(args, kwargs)
         if not tensors:
             raise GraphError("a batch needs at least one tensor")
+        if any(t.requires_grad for t in tensors):
+            raise GraphError(
+                f"{self.name}: gradients of a batch do not leave the step; pass detach()ed tensors"
+            )
         backend = backend_for(tensors[0].device)
         autocast = self._autocast(backend)
         names = {id(p): n for n, p in self.model.named_parameters()}
