@@ -10,12 +10,15 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from operator import is_
+from itertools import chain
+from operator import attrgetter, is_, methodcaller
 from typing import Any
 
 from torch import Tensor, nn
 
 from lf_graph._errors import AddressError, GraphCaptureError, SignatureError
+
+_VALUES, _IS_TRAINED = methodcaller("values"), attrgetter("requires_grad")
 
 
 def _modules_of(roots: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -38,11 +41,12 @@ class Members:
                 self._registries.append((prefix, registry, dict(registry)))
             named = {**module._parameters, **module._buffers}
             tensors |= {id(t): (_name(prefix, n), t) for n, t in named.items() if t is not None}
+        self._dicts = [registry for _, registry, _ in self._registries]
+        self._values = self._held()
         self._names = [name for name, _ in tensors.values()]
         self._tensors = [t for _, t in tensors.values()]
-        self._memory = [
-            t.detach() for t in self._tensors
-        ]  # what the graph reads must outlive ``p.data = other``
+        # what the graph reads must outlive ``p.data = other``
+        self._memory = [t.detach() for t in self._tensors]
         self._addresses = [t.data_ptr() for t in self._tensors]
         self.trains = any(t.requires_grad for t in self._tensors)
         self._trained = [t.requires_grad for t in self._tensors]
@@ -54,21 +58,29 @@ class Members:
             AddressError: a module, parameter or buffer was exchanged, added, removed or moved.
             SignatureError: a parameter was frozen or unfrozen.
         """
-        for prefix, registry, known in self._registries:
-            if changed := _first_change(registry, known):
-                raise AddressError(
-                    f"{name}: {_name(prefix, changed)} is another one than at capture; change values in place, with "
-                    "copy_(), or capture again"
-                )
-        if [t.data_ptr() for t in self._tensors] != self._addresses:
+        if not _all_same(self._held(), self._values):
+            self._raise_exchanged(name)
+        if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             self._raise_moved(name)
-        if (now := [t.requires_grad for t in self._tensors]) != self._trained:
+        if (now := list(map(_IS_TRAINED, self._tensors))) != self._trained:
             pairs = zip(self._names, self._trained, now, strict=True)
             raise SignatureError(
                 name,
                 [f"requires_grad of {n}: {a} -> {b}" for n, a, b in pairs if a != b],
                 fix,
             )
+
+    def _held(self) -> list[object]:
+        # no Python per member: this runs before every replay
+        return list(chain.from_iterable(map(_VALUES, self._dicts)))
+
+    def _raise_exchanged(self, name: str) -> None:
+        for prefix, registry, known in self._registries:
+            if changed := _first_change(registry, known):
+                raise AddressError(
+                    f"{name}: {_name(prefix, changed)} is another one than at capture; change values in place, with "
+                    "copy_(), or capture again"
+                )
 
     def _raise_moved(self, name: str) -> None:
         for which, tensor, address in zip(self._names, self._tensors, self._addresses, strict=True):
@@ -83,10 +95,12 @@ def _name(prefix: str, member: str) -> str:
     return f"{prefix}.{member}" if prefix else member
 
 
+def _all_same(a: list[object], b: list[object]) -> bool:
+    return len(a) == len(b) and all(map(is_, a, b))
+
+
 def _first_change(now: dict[str, Any], known: dict[str, Any]) -> str:
     """The first member that is not the same object; "" when all are."""
-    if len(now) == len(known) and all(map(is_, now.values(), known.values())):  # runs before every replay
-        return ""
     return next((n for n in {**known, **now} if now.get(n) is not known.get(n)), "")
 
 
