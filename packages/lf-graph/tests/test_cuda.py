@@ -192,6 +192,21 @@ def test_steps_may_be_called_from_any_stream() -> None:
         assert twins.difference() <= TOLERANCE
 
 
+def test_a_chain_may_be_called_from_any_stream() -> None:
+    layer, stream = nn.Linear(2048, 2048).cuda(), torch.cuda.Stream()
+    inputs = torch.randn(6, 2048, 2048, device="cuda")
+    chain = Chain([Piece(layer)]).capture(inputs[0])
+    torch.cuda.synchronize()
+    found = []
+    for i, x in enumerate(inputs):  # nothing else orders one call behind the call before
+        with torch.cuda.stream(stream) if i % 2 else nullcontext(), torch.no_grad():
+            found.append(chain(x))
+    torch.cuda.synchronize()
+    with torch.no_grad():
+        torch.testing.assert_close(torch.stack(found), layer(inputs))
+    chain.close()
+
+
 def test_a_batch_may_be_freed_at_once() -> None:
     twins = Twins(device="cuda")
     with twins.step as step:

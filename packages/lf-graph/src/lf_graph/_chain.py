@@ -248,6 +248,7 @@ class Chain(NotCopied):
         self._require_gradients(tensors)
         assert self._pool is not None
         with self._pool.alone(self.name):
+            self._pool.follow()
             self._token = object()
             self._copies += copy_into(static.tensors, tensors)
             values = dict(zip(self.inputs, tensors, strict=True))
@@ -295,6 +296,7 @@ class Chain(NotCopied):
         self._require_open()
         assert self._pool is not None
         with self._pool.alone(self.name):
+            self._pool.follow()
             self._pool.require(token, self.name)
             return self._replay_backward_alone(stage, grads, self._pool)
 

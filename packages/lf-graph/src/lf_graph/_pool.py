@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lf_graph._alone import Alone
-from lf_graph._backend import Backend, backend_for
+from lf_graph._backend import Backend, Stream, backend_for
 from lf_graph._errors import BudgetError, StaleReplayError
 
 
@@ -52,8 +52,16 @@ class GraphPool:
         self.bytes = 0
         self.predicted_bytes = 0
         self.alone = Alone()  # for chains that share this memory
+        self._stream: Stream | None = None  # of the last replay
         self._holder: object | None = None
         self._held: WeakKeyDictionary[object, int] = WeakKeyDictionary()  # bytes that stay in use, by owner
+
+    def follow(self) -> None:
+        """Order what comes now behind the last replay here, if the caller changed streams in between."""
+        current = self.backend.current_stream()
+        if self._stream is not None:
+            current.wait(self._stream)
+        self._stream = current
 
     def claim(self, holder: object) -> None:
         """A forward of ``holder`` is replayed: saved tensors of every other chain here are gone."""

@@ -1,4 +1,4 @@
-"""What a training step holds once its first batch is known: streams, pools, totals, graphs."""
+"""What a training step holds once its first batch is known: pools, totals, graphs."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ class StepState:
     def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
         self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
         self.update_pool = backend.new_pool()
-        self.stream = backend.current_stream()  # of the last replay
         self.totals = torch.zeros(2, device=backend.device)
         self.report = torch.zeros(2, device=backend.device)
         self.scale = torch.ones((), device=backend.device)
@@ -39,12 +38,6 @@ class StepState:
         self.index |= {
             id(stand_ins[p]): i for p, i in zip(update.parameters, self.index.values(), strict=True)
         }
-
-    def follow(self) -> None:
-        """Order what comes now behind the last replay, if the caller changed streams in between."""
-        current = self.backend.current_stream()
-        current.wait(self.stream)
-        self.stream = current
 
     def require_trained(self, name: str) -> None:
         """Refuse to go on training what was frozen since: the graphs would not notice.

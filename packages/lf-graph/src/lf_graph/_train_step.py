@@ -161,7 +161,7 @@ class TrainStep(NotCopied):
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
         state.require_trained(self.name)
-        state.follow()
+        state.pool.follow()
         if not self._pending:
             self._parallel.before_update_begins()
         self._counts["copies"] += load(graph.static.tensors)
@@ -185,7 +185,7 @@ class TrainStep(NotCopied):
         state = self._state
         if state is None or state.finish is None or state.optimize is None or not self._pending:
             raise GraphError("update() needs a micro-batch first")
-        state.follow()
+        state.pool.follow()
         state.update.before_replay()  # it may refuse, and then nothing has happened yet
         self._reduce_gradients(state)
         with self._whole("the last update was interrupted"):
