@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from lf_graph._backend import Backend, Graph
-from lf_graph._errors import SignatureError
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import restored
 from lf_graph._sinks import Direct, Into
@@ -38,18 +37,6 @@ class StepState:
         self.index |= {
             id(stand_ins[p]): i for p, i in zip(update.parameters, self.index.values(), strict=True)
         }
-
-    def require_trained(self, name: str) -> None:
-        """Refuse to go on training what was frozen since: the graphs would not notice.
-
-        Raises:
-            SignatureError: naming the parameters.
-        """
-        if all(p.requires_grad for p in self.update.parameters):
-            return
-        named = zip(self.update.names, self.update.parameters, strict=True)
-        frozen = [f"requires_grad of {n}: True -> False" for n, p in named if not p.requires_grad]
-        raise SignatureError(name, frozen, "make a new TrainStep after freezing or unfreezing parameters")
 
     def find(self, signature: Signature) -> MicroGraph | None:
         """The graph of a signature, now the most recently used."""

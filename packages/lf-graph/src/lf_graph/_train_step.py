@@ -160,7 +160,6 @@ class TrainStep(NotCopied):
             )
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
-        state.require_trained(self.name)
         state.pool.follow()
         if not self._pending:
             self._parallel.before_update_begins()
