@@ -57,13 +57,12 @@ class LossFunction:
         self.loss, self.signature, self.totals = loss, signature, totals
 
     def __call__(self, *tensors: Tensor) -> Tensor:
-        total, count = as_sum_and_count(self.call(tensors))
+        total, count = as_sum_and_count(self._call(tensors))
         with torch.no_grad():
             self.totals.add_(torch.stack((total.detach().float(), count.float())))
         return total
 
-    def call(self, tensors: Sequence[Tensor]) -> Any:
-        """What the user's loss returns for these tensors."""
+    def _call(self, tensors: Sequence[Tensor]) -> Any:
         given = iter(tensors)
         leaves = [next(given) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
         args, kwargs = torch.utils._pytree.tree_unflatten(leaves, self.signature.structure)
@@ -97,10 +96,10 @@ class MicroGraph:
         self._totals = totals
         self._kept: list[Any] = []
         self._modes, self._members = TrainingModes(recipe.roots), Members(())
-        self._function = LossFunction(recipe.loss, static.signature, totals)
-        self.segment = self._segment(self._function)
+        self.segment = self._segment(recipe.loss)
 
-    def _segment(self, fn: Callable[..., Tensor]) -> Segment:
+    def _segment(self, loss: Loss) -> Segment:
+        fn = LossFunction(loss, self.static.signature, self._totals)
         names = tuple(f"batch{i}" for i in range(len(self.static.tensors)))
         piece = Piece(fn, names, ("loss",), "micro_batch", owners=self.recipe.roots)
         return Segment([piece], ["loss"], self.pool, self.recipe.autocast)
@@ -145,7 +144,7 @@ class MicroGraph:
         if mode == "model":
             fast = compile_function(self.recipe.loss, self.recipe.options)
             self._kept.append(fast)
-            self.segment = self._segment(LossFunction(fast, self.static.signature, self._totals))
+            self.segment = self._segment(fast)
         return nullcontext()
 
     def _keep(self, context: Any) -> Any:
