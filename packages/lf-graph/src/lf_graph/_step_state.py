@@ -14,12 +14,13 @@ from lf_graph._sandbox import restored
 from lf_graph._sinks import Direct, Into
 from lf_graph._static import Signature
 from lf_graph._train_graph import MicroGraph, Recipe
+from lf_graph._update import Update
 
 
 class StepState:
     """Everything that exists once the first batch is known."""
 
-    def __init__(self, backend: Backend, recipe: Recipe, update: Any, pool: GraphPool) -> None:
+    def __init__(self, backend: Backend, recipe: Recipe, update: Update, pool: GraphPool) -> None:
         self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
         self.update_pool = backend.new_pool()
         self.totals = torch.zeros(2, device=backend.device)
@@ -78,7 +79,8 @@ class StepState:
 
     def update_state(self) -> list[Tensor]:
         """Everything an update writes."""
-        state = [t for s in self.update_optimizer_state() for t in s.values() if isinstance(t, Tensor)]
+        states = self.update.optimizer.state.values()
+        state = [t for s in states for t in s.values() if isinstance(t, Tensor)]
         stand_ins = [s.data for s in self.update.stand_ins().values()]
         return [
             *[p.data for p in self.update.parameters],
@@ -87,11 +89,6 @@ class StepState:
             self.update.norm,
             self.update.skipped,
         ]
-
-    def update_optimizer_state(self) -> list[dict[str, Any]]:
-        """State of the optimizer, per parameter."""
-        optimizer = getattr(self.update, "optimizer", None) or self.update.flat.optimizer
-        return list(optimizer.state.values())
 
     def _finish_step(self) -> None:
         """Mean loss and the factor that turns summed gradients into those of the mean; totals start anew."""

@@ -24,11 +24,13 @@ class Update(Protocol):
 
     Attributes:
         names, parameters: in one order.
+        optimizer: whose parameters and state are updated.
         norm: float32 [], global gradient norm of the last update before clipping (NaN when nothing needed it).
         skipped: int64 [], updates left out because the norm was not finite.
         kind: which implementation, and why.
     """
 
+    optimizer: torch.optim.Optimizer
     names: Sequence[str]
     parameters: Sequence[Tensor]
     norm: Tensor
@@ -83,6 +85,7 @@ class FlatUpdate:
         known = [(names[id(p)], p) for g in optimizer.param_groups for p in g["params"] if id(p) in names]
         self.flat = FlatParameters(optimizer, shadowed, names=known)
         self.fused = FusedAdamW(self.flat, clip=clip, gate=gate, launch=launch)
+        self.optimizer = optimizer
         self.parameters: Sequence[Tensor] = self.flat.parameters
         self.names: Sequence[str] = [s.name for s in self.flat.layout.slots]
         self.norm, self.skipped = self.fused.norm, self.fused.skipped
