@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from measure import Case, Prepared, Row, count_trained, forget_moments, reload_weights
 from torch import Tensor, nn
-from workloads import Workload, freeze_bfloat16
+from workloads import Workload
 
 GRAPH_WARM_UP = 3  # steps on a side stream before capture, as torch's documentation asks
 LEARNING_RATE = 1e-4
-cast_frozen = freeze_bfloat16  # the name ours.py knows; Workload.freeze is the workload's own way
 ATTENTION = {"flash": "flash", "cudnn": "cudnn", "efficient": "mem_efficient"}
 
 

@@ -20,7 +20,7 @@ import torch
 
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
-from lf_graph._frames import user_line
+from lf_graph._frames import is_users, user_line
 from lf_graph._recorder import refusing
 
 
@@ -257,7 +257,7 @@ def _explain(error: Exception) -> GraphCaptureError:
     tb, where = error.__traceback__, ""
     while tb is not None:
         path = tb.tb_frame.f_code.co_filename
-        if "/torch/" not in path and "/lf_graph/" not in path:
+        if is_users(path):
             where = f"{path}:{tb.tb_lineno}"
         tb = tb.tb_next
     return GraphCaptureError(
