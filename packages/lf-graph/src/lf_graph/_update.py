@@ -354,7 +354,7 @@ def make_update(
     gate: bool | None,
     fused: bool | None,
     launch: Launch | None = None,
-) -> Any:
+) -> Update:
     """The flat AdamW where it fits, else the optimizer as it is; ``fused`` True or False insists."""
     if fused is not False:
         try:
