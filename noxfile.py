@@ -22,7 +22,7 @@ PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-ckpt", "lf-m
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
 # lf-graph's check, partition and recipes are tested on its models, and gr00t_n16_vla against its blocks
-TORCH_DEV = ["torch==2.13.0", "transformers>=5"]
+TORCH_DEV = ["torch==2.13.0", "transformers>=5", "diffusers>=0.30"]
 LINT = ["ruff", "mypy", "types-PyYAML"]
 BUILD = ["build", "hatchling>=1.27", "cffi>=1.17", "setuptools>=70"]
 GPU_WHEELS = [
