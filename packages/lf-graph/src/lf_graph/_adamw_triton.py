@@ -23,6 +23,7 @@ from torch import Tensor
 
 from lf_graph._adamw_torch import COEFFICIENTS
 from lf_graph._flat import CHUNK_COLUMNS, FlatParameters, cut_chunks
+from lf_graph.kernels._interpreter import bfloat16
 
 try:
     import triton
@@ -38,7 +39,6 @@ if TYPE_CHECKING:
 PROGRAMS_PER_MULTIPROCESSOR = 8
 _COLUMNS = tl.constexpr(CHUNK_COLUMNS)
 _COEFFICIENTS = tl.constexpr(len(COEFFICIENTS))
-_INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 
 @triton.jit
@@ -79,17 +79,6 @@ def square_sums(chunks, count, addresses, scale, partials, GRADIENT: tl.constexp
 
 
 @triton.jit
-def _bfloat16(x):
-    """To bf16, to nearest even; by hand in the interpreter, whose cast cuts the bits off (triton 3.9)."""
-    if _INTERPRETED:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-        return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
-    else:  # noqa: RET505, Triton compiles one branch of a constexpr if/else
-        return x.to(tl.bfloat16)
-
-
-@triton.jit
 def _coefficients_of(row):
     return (
         tl.load(row), tl.load(row + 1), tl.load(row + 2), tl.load(row + 3),
@@ -117,7 +106,7 @@ def _advance(
     tl.store(tl.multiple_of(exp_avg + lanes, 16), m, mask=mask, cache_modifier=".cs")
     tl.store(tl.multiple_of(exp_avg_sq + lanes, 16), v, mask=mask, cache_modifier=".cs")
     shadows = tl.multiple_of(shadow + lanes, VECTOR * 2)
-    tl.store(shadows, _bfloat16(p), mask=shadow_mask, cache_modifier=".cs")
+    tl.store(shadows, bfloat16(p), mask=shadow_mask, cache_modifier=".cs")
 
 
 @triton.jit(do_not_specialize=["count"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import os
 from collections import Counter
@@ -21,20 +20,19 @@ class KernelUnavailableError(GraphError):
     """The Triton implementation of an operator was asked for and cannot run here; the message says why."""
 
 
-@functools.cache
+# Constants, not cached functions: torch.compile traces through a cache and warns its user of it.
+_INSTALLED = importlib.util.find_spec("triton") is not None
+_INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off")
+
+
 def interpreted() -> bool:
     """Whether Triton kernels run in its interpreter, on CPU tensors (``TRITON_INTERPRET=1`` before import)."""
-    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0", "false", "off")
-
-
-@functools.cache
-def _installed() -> bool:
-    return importlib.util.find_spec("triton") is not None
+    return _INTERPRETED
 
 
 def _obstacle(device: torch.device) -> str | None:
     """Why Triton cannot run on this device; None if it can."""
-    if not _installed():
+    if not _INSTALLED:
         return "triton is not installed: pip install lf-graph[triton]"
     if device.type == "cpu" and not interpreted():
         return "its tensors are on the CPU, where Triton runs only with TRITON_INTERPRET=1"
