@@ -1,5 +1,7 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
+from lf_graph.kernels.gelu import gelu_tanh
+from lf_graph.kernels.swiglu import swiglu
 
-__all__ = ["Implementation", "KernelUnavailableError"]
+__all__ = ["Implementation", "KernelUnavailableError", "gelu_tanh", "swiglu"]

@@ -1,0 +1,34 @@
+"""Checks and views that operators on rows of floats share."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lf_graph.kernels._choice import Implementation, KernelUnavailableError, use_triton
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+def runs_on_triton(operator: str, implementation: Implementation, x: Tensor) -> bool:
+    """Whether ``operator`` runs as Triton kernels on ``x``; float64 and the meta device always take the plain twin.
+
+    Raises:
+        KernelUnavailableError: ``implementation="triton"`` cannot run here, or not in the dtype of ``x``.
+        TypeError: ``x`` is no tensor of floats.
+    """
+    if not x.dtype.is_floating_point:
+        raise TypeError(f"{operator} takes tensors of floats, not {x.dtype}")
+    if x.dtype in KERNEL_DTYPES and x.device.type != "meta":
+        return use_triton(operator, implementation, x.device)
+    if implementation == "triton":
+        raise KernelUnavailableError(
+            f"{operator}: implementation='triton' computes in float32 on a device, not for {x.dtype} on {x.device}"
+        )
+    return use_triton(operator, "plain", x.device)
+
+
+def as_rows(x: Tensor) -> Tensor:
+    """x [..., C] as [rows, C] with neighbours in a row side by side; a view where its strides allow one."""
+    flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
+    return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
