@@ -33,6 +33,8 @@ ALLOWED: dict[str, tuple[set[str], set[str]]] = {
         set(),
     ),
 }
+# subpackages that need more, which an extra brings; their package imports them lazily
+HALVES = {"lf_memory/gradients": {"torch"}}
 WATCHED = SIBLINGS | {"torch", "triton"}
 PACKAGES = sorted(p.parent for p in ROOT.glob("packages/*/pyproject.toml"))
 
@@ -68,7 +70,8 @@ def test_package_imports_only_what_its_line_allows(package: Path) -> None:
     for path in sorted((package / "src").rglob("*.py")):
         always, sometimes = imports_of(path.read_text(encoding="utf-8"))
         own = {name, "loongforge"} if name == "lf_meta" else {name}
-        assert (always & WATCHED) - own <= needed, f"{path} imports {always & WATCHED}"
+        half = HALVES.get(path.parent.relative_to(package / "src").as_posix(), set())
+        assert (always & WATCHED) - own <= needed | half, f"{path} imports {always & WATCHED}"
         assert (sometimes & WATCHED) - own <= needed | optional, f"{path} may import {sometimes & WATCHED}"
 
 

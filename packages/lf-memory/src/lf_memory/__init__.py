@@ -1,4 +1,10 @@
-"""Host buffer pools in one memfd: fixed slots or exact sizes, huge pages, page-locking, leases and fences."""
+"""Host buffer pools in one memfd: fixed slots or exact sizes, huge pages, page-locking, leases and fences.
+
+The gradient half, `lf_memory.gradients`, needs torch; its main names are found here too and imported
+when first used; they are not in `__all__`, so that a star import does without torch.
+"""
+
+from typing import TYPE_CHECKING
 
 from ._attach import AttachedPool
 from ._errors import Holder, PoolError, PoolTimeout
@@ -9,6 +15,10 @@ from ._share import recv_pool, send_pool
 from ._stats import PoolStats, VariableStats
 from ._trace import TraceEvent
 from ._variable import VariablePool
+
+if TYPE_CHECKING:
+    from .gradients import Plan as Plan
+    from .gradients import predict as predict
 
 __all__ = [
     "AttachedPool",
@@ -29,3 +39,23 @@ __all__ = [
     "send_pool",
 ]
 __version__ = "0.1.0"
+
+_GRADIENTS = frozenset(
+    {
+        "Plan",
+        "predict",
+    }
+)
+
+
+def __getattr__(name: str) -> object:
+    """The names of the gradient half, so that `import lf_memory` does not import torch."""
+    if name not in _GRADIENTS:
+        raise AttributeError(f"module 'lf_memory' has no attribute {name!r}")
+    try:
+        from . import gradients
+    except ModuleNotFoundError as error:
+        if error.name != "torch":
+            raise
+        raise ImportError(f"lf_memory.{name} needs torch: pip install lf-memory[torch]") from error
+    return getattr(gradients, name)

@@ -1,0 +1,21 @@
+"""Gradient memory: predict it, check the prediction, lay it out. Needs torch: pip install lf-memory[torch]."""
+
+from ._errors import PlanError
+from ._plan import GRADIENTS, Lifetime, Placement, Plan, Slots
+from ._policy import Mode, Policy
+from ._predict import predict
+from ._store import read_plan, write_plan
+
+__all__ = [
+    "GRADIENTS",
+    "Lifetime",
+    "Mode",
+    "Placement",
+    "Plan",
+    "PlanError",
+    "Policy",
+    "Slots",
+    "predict",
+    "read_plan",
+    "write_plan",
+]
