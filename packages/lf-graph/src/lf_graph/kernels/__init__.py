@@ -2,6 +2,7 @@
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels.gelu import gelu_tanh
+from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
 from lf_graph.kernels.swiglu import swiglu
 
-__all__ = ["Implementation", "KernelUnavailableError", "gelu_tanh", "swiglu"]
+__all__ = ["Implementation", "KernelUnavailableError", "gelu_tanh", "linear_cross_entropy", "swiglu"]
