@@ -2,16 +2,21 @@
 
 Compilation is regional by default: the children of a model's ModuleLists are compiled one by one, and equal blocks
 share the code. The graphs hold the compiled kernels; the model itself is left as it was.
+
+A compiled block gives its output the strides that eager PyTorch would, and those follow its input's. So a transposed
+input, such as the patches of a convolution, makes every block of the stack read and write transposed, and copy before
+each matrix product. Blocks are given standard strides instead: one copy at the first, none at the others.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from lf_graph._errors import GraphError
 
@@ -73,7 +78,7 @@ def compiled(units: Sequence[nn.Module], options: dict[str, Any] | None = None) 
         for unit in units:
             fast = compile_function(unit.forward, options)
             kept.append(fast)
-            stack.enter_context(_replaced_forward(unit, fast))
+            stack.enter_context(_replaced_forward(unit, with_standard_strides(fast)))
         yield kept
 
 
@@ -81,6 +86,36 @@ def compile_function(fn: Callable[..., Any], options: dict[str, Any] | None = No
     """``fn`` compiled for fixed shapes, without graphs of Inductor's own."""
     wanted = {"triton.cudagraphs": False, **(options or {})}
     return torch.compile(fn, dynamic=False, options=wanted)
+
+
+def with_standard_strides(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """``fn``, which is given contiguous copies in the place of transposed tensors; what it writes to them is kept."""
+
+    @functools.wraps(fn)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        given = [*args, *kwargs.values()]
+        passed = [x.contiguous() if _is_transposed(x) else x for x in given]
+        result = fn(*passed[: len(args)], **dict(zip(kwargs, passed[len(args) :], strict=True)))
+        for original, copy in zip(given, passed, strict=True):
+            if copy is not original and copy._version:
+                original.copy_(copy)
+        return result
+
+    return call
+
+
+def _is_transposed(x: Any) -> bool:
+    """Whether a tensor is dense in another order of dimensions than the standard one or channels_last."""
+    if not isinstance(x, Tensor) or x.layout is not torch.strided or x.is_contiguous():
+        return False
+    if torch.is_inference_mode_enabled():  # where no version tells whether a copy was written to
+        return False
+    if x.dim() == 4 and x.is_contiguous(memory_format=torch.channels_last):
+        return False
+    if x.dim() == 5 and x.is_contiguous(memory_format=torch.channels_last_3d):
+        return False
+    order = sorted(range(x.dim()), key=lambda i: (x.stride(i), x.size(i)), reverse=True)
+    return x.permute(order).is_contiguous()
 
 
 @contextmanager

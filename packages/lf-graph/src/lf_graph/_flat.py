@@ -318,7 +318,7 @@ class FlatParameters:
             AddressError: names the parameter whose ``.data`` or optimizer state was replaced, or which was
             added later.
         """
-        if [p.data_ptr() for p in self.parameters] != self._addresses:
+        if list(map(Tensor.data_ptr, self.parameters)) != self._addresses:
             self._raise_moved()
         states = self.optimizer.state
         for p, views in zip(self.parameters, self._states, strict=True):

@@ -42,6 +42,8 @@ class Members:
             named = {**module._parameters, **module._buffers}
             tensors |= {id(t): (_name(prefix, n), t) for n, t in named.items() if t is not None}
         self._dicts = [registry for _, registry, _ in self._registries]
+        self._lengths = list(map(len, self._dicts))
+        self._filled = [registry for registry in self._dicts if registry]  # most are empty
         self._values = self._held()
         self._names = [name for name, _ in tensors.values()]
         self._tensors = [t for _, t in tensors.values()]
@@ -58,7 +60,7 @@ class Members:
             AddressError: a module, parameter or buffer was exchanged, added, removed or moved.
             SignatureError: a parameter was frozen or unfrozen.
         """
-        if not _all_same(self._held(), self._values):
+        if list(map(len, self._dicts)) != self._lengths or not all(map(is_, self._held(), self._values)):
             self._raise_exchanged(name)
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             self._raise_moved(name)
@@ -72,7 +74,7 @@ class Members:
 
     def _held(self) -> list[object]:
         # no Python per member: this runs before every replay
-        return list(chain.from_iterable(map(_VALUES, self._dicts)))
+        return list(chain.from_iterable(map(_VALUES, self._filled)))
 
     def _raise_exchanged(self, name: str) -> None:
         for prefix, registry, known in self._registries:
@@ -93,10 +95,6 @@ class Members:
 
 def _name(prefix: str, member: str) -> str:
     return f"{prefix}.{member}" if prefix else member
-
-
-def _all_same(a: list[object], b: list[object]) -> bool:
-    return len(a) == len(b) and all(map(is_, a, b))
 
 
 def _first_change(now: dict[str, Any], known: dict[str, Any]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from operator import attrgetter
 from typing import Any, Protocol
 
 import torch
@@ -53,12 +54,12 @@ class Update(Protocol):
         """One update of gradients times ``scale`` ([] on the device); only device operations."""
         ...
 
-    def before_replay(self) -> None:
-        """Bring what the host knows (learning rates) to the device."""
+    def before_forward(self) -> None:
+        """Follow changes that others made to the parameters. The device waits for this: it must be short."""
         ...
 
-    def before_forward(self) -> None:
-        """Check that memory is where it was; follow changes that others made to the parameters."""
+    def before_replay(self) -> None:
+        """Check that memory is where it was, and bring what the host knows (learning rates) to the device."""
         ...
 
     def close(self) -> None:
@@ -66,8 +67,11 @@ class Update(Protocol):
         ...
 
 
+_VERSION = attrgetter("_version")
+
+
 def _versions(parameters: Iterable[Tensor]) -> int:
-    return sum(p._version for p in parameters)
+    return sum(map(_VERSION, parameters))
 
 
 class FlatUpdate:
@@ -125,11 +129,11 @@ class FlatUpdate:
 
     def before_replay(self) -> None:
         """See :class:`Update`."""
+        self.flat.verify_addresses()
         self.fused.refresh_hyper()
 
     def before_forward(self) -> None:
         """Refresh the shadows when somebody wrote to the masters (replays do not count as writes)."""
-        self.flat.verify_addresses()
         version = _versions(self.parameters)
         if version != self._version:
             self.flat.refresh_shadow()
@@ -313,7 +317,13 @@ class StockUpdate:
                 parameter.grad = own
 
     def before_replay(self) -> None:
-        """Write learning rates; a change of anything else is refused, because the graph cannot follow it."""
+        """Write learning rates; a change of anything else is refused, because the graph cannot follow it.
+
+        Raises:
+            AddressError: naming the parameter whose data or state was replaced.
+            OptimizerError: naming the hyper-parameter.
+        """
+        self._require_memory()
         if len(self.optimizer.param_groups) != len(self._frozen):
             raise OptimizerError("param_groups", "a group was added later", "make a new TrainStep after that")
         for group, rate, frozen in zip(self.optimizer.param_groups, self._rates, self._frozen, strict=True):
@@ -326,11 +336,9 @@ class StockUpdate:
             rate.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
 
     def before_forward(self) -> None:
-        """Parameters must be where they were.
+        """Nothing to follow: there are no shadows."""
 
-        Raises:
-            AddressError: naming the parameter.
-        """
+    def _require_memory(self) -> None:
         for name, parameter, address in zip(self.names, self.parameters, self._addresses, strict=True):
             if parameter.data_ptr() != address:
                 raise AddressError(f"the data of {name} was replaced; change it in place, with copy_()")
