@@ -282,3 +282,35 @@ def test_rows_are_timed_on_a_gpu(bench: Any, monkeypatch: pytest.MonkeyPatch, tm
     assert row["us"] > 0
     assert row["calls"] >= 20
     assert row["copies"] == 16
+
+
+@pytest.fixture
+def tuning(bench: Any) -> Iterator[Any]:
+    sys.path.insert(0, str(BENCHMARKS))
+    try:
+        yield importlib.import_module("tune_kernels")
+    finally:
+        sys.path.remove(str(BENCHMARKS))
+        sys.modules.pop("tune_kernels", None)
+
+
+def test_tuning_launches_rows_of_ours_once_and_names_those_that_fail(
+    tuning: Any, bench: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    group = bench.kernels.Group("other", "7x5 fp32")
+    fails = group.row("lf-graph", build(bench, waits), ours=True)
+    gpu = group.row("lf-graph gpu", build(bench, scaled), ours=True, cuda_only=True)
+    rows = tuning.chosen([*rows_of(bench), fails, gpu], "", CPU)
+
+    assert [r.name for r in rows] == ["lf-graph", "bad", "lf-graph"]
+    assert tuning.chosen(rows, "other |", CPU) == [fails]
+    assert tuning.note_keys(rows, CPU) == 1
+    printed = capsys.readouterr().out.splitlines()
+    assert printed[0].endswith("| lf-graph: launched")
+    assert printed[-1].endswith("RuntimeError: does not run")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_tuning_without_a_gpu_says_so(tuning: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    assert tuning.main([]) == 0
+    assert "nothing was tuned" in capsys.readouterr().out

@@ -81,3 +81,19 @@ class ShardedParameterError(GraphError):
 
 class ClosedError(GraphError):
     """Use before the first capture, or after ``close()``: capture, or make a new object."""
+
+
+class NotTunedError(GraphError):
+    """A kernel is not tuned yet, tuning at first use is on, and a capture cannot hold the benchmarks.
+
+    Attributes:
+        kernel: its name among the tunables.
+        key: what would have to be tuned.
+    """
+
+    def __init__(self, kernel: str, key: tuple[int | str | bool, ...]) -> None:
+        self.kernel, self.key = kernel, key
+        super().__init__(
+            f"{kernel} is not tuned for {key}, and tuning cannot run inside a capture: run it once before (a warm-up "
+            "does), call lf_graph.tune.run() before, or turn tuning at first use off"
+        )

@@ -1,0 +1,134 @@
+"""The search for one key: every candidate is checked, those that pass are timed, the fastest three once more."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+
+from lf_graph.kernels._tunable import Config, Key, Problem, Tunable
+from lf_graph.tune._source import source_hash
+from lf_graph.tune._table import Entry, Trial
+from lf_graph.tune._timer import Timer
+from lf_graph.tune._verify import DeviceLostError, fault
+
+_WINDOWS, _FINAL_WINDOWS, _FINALISTS = 3, 15, 3
+_GAIN = 0.99  # a choice that gains less than 1 % over the default is noise, and the default stays
+SEED = 0
+
+
+@dataclass
+class Effort:
+    """What a search may cost, and what all searches did cost.
+
+    Attributes:
+        timer: measures; see :class:`lf_graph.tune._timer.GraphTimer`.
+        until: no candidate is started after this time (``time.monotonic``).
+        known_faults: reasons found beforehand by other processes, by (tunable, key, configuration).
+        timings: how often the timer was asked.
+        checks: how many candidates were checked.
+    """
+
+    timer: Timer
+    until: float = float("inf")
+    known_faults: Mapping[tuple[str, Key, Config], str] = field(default_factory=dict)
+    timings: int = 0
+    checks: int = 0
+
+    def time(self, problem: Problem, config: Config, windows: int) -> float:
+        """Microseconds of one call."""
+        self.timings += 1
+        return self.timer.time([lambda: problem.run(config)], windows).us
+
+
+def configs_of(tunable: Tunable, key: Key) -> list[Config]:
+    """The default, and every other candidate once."""
+    return list(dict.fromkeys([tunable.default(key), *tunable.candidates(key)]))
+
+
+def search(
+    tunable: Tunable,
+    key: Key,
+    device: torch.device,
+    effort: Effort,
+    started: Entry | None = None,
+    keep: Callable[[Entry], object] = lambda entry: None,
+) -> Entry:
+    """The best configuration of a key.
+
+    Args:
+        tunable: what is tuned.
+        key: for what.
+        device: where.
+        effort: its limits.
+        started: an earlier entry that is not complete; what it tried is not tried again.
+        keep: called with what is known when the device is lost, so that the next process goes on from there.
+
+    Raises:
+        DeviceLostError: a candidate broke the device context.
+    """
+    source = source_hash(tunable)
+    torch.manual_seed(SEED)
+    problem = tunable.problem(key, device)
+    done = {t.config: t for t in started.trials} if started and started.source == source else {}
+    complete = True
+    for config in configs_of(tunable, key):
+        if config in done:
+            continue
+        if done and time.monotonic() > effort.until:
+            complete = False
+            break
+        try:
+            done[config] = _try(tunable.name, key, problem, config, device, effort)
+        except DeviceLostError as e:
+            done[config] = Trial(config, None, f"lost the device: {e}")
+            keep(_entry(tunable, key, source, done, {}, complete=False))
+            raise
+    return _entry(tunable, key, source, done, _finals(problem, tunable.default(key), done, effort), complete)
+
+
+def _try(
+    name: str, key: Key, problem: Problem, config: Config, device: torch.device, effort: Effort
+) -> Trial:
+    reason = effort.known_faults.get((name, key, config), "")
+    if not reason:
+        effort.checks += 1
+        reason = fault(problem, config, device)
+    if reason:
+        return Trial(config, None, reason)
+    try:
+        return Trial(config, effort.time(problem, config, _WINDOWS))
+    except RuntimeError as e:
+        return Trial(config, None, f"cannot be captured: {str(e).splitlines()[0][:200]}")
+
+
+def _finals(
+    problem: Problem, default: Config, done: Mapping[Config, Trial], effort: Effort
+) -> dict[Config, float]:
+    """Careful times of the fastest few and of the default."""
+    times = {c: t.us for c, t in done.items() if t.us is not None}
+    chosen = sorted(times, key=lambda c: times[c])[:_FINALISTS]
+    if default in times and default not in chosen:
+        chosen.append(default)
+    if len(chosen) == 1:
+        return {chosen[0]: times[chosen[0]]}
+    return {c: effort.time(problem, c, _FINAL_WINDOWS) for c in chosen}
+
+
+def _entry(
+    tunable: Tunable,
+    key: Key,
+    source: str,
+    done: Mapping[Config, Trial],
+    finals: Mapping[Config, float],
+    complete: bool,
+) -> Entry:
+    default = tunable.default(key)
+    best = min(finals, key=lambda c: finals[c], default=None)
+    if best is not None and default in finals and finals[best] > _GAIN * finals[default]:
+        best = default
+    trials = tuple(Trial(c, finals.get(c, t.us), t.rejected) for c, t in done.items())
+    us = None if best is None else finals[best]
+    return Entry(tunable.name, key, source, best, us, finals.get(default), complete, trials)
