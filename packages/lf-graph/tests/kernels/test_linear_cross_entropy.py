@@ -489,6 +489,20 @@ def test_a_graph_can_hold_it() -> None:
     assert report.ok, str(report)
 
 
+def test_a_captured_call_sees_new_values() -> None:
+    def scaled(hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden * 2, weight, targets, reduction="mean", chunk=5)[0]
+
+    captured = lf_graph.capture(scaled, *inputs(12, 30))
+    for seed, ignored in ((1, 0.2), (2, 2.0), (1, 0.2)):
+        given_ = inputs(12, 30, seed=seed, ignored=ignored)
+        found, expected = captured(*given_), scaled(*given_)
+        assert torch.equal(found, expected)
+        assert same_bits(
+            gradients(*given_[:2], loss=found * 0.7), gradients(*given_[:2], loss=expected * 0.7)
+        )
+
+
 @pytest.mark.parametrize(
     ("tokens", "rows"),
     [(1, 1024), (1024, 1024), (11264, 1024), (11265, 1152), (16376, 1536), (131072, 12032)],
