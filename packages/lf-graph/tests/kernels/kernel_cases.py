@@ -12,20 +12,27 @@ EPSILON = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}
 """Largest distance that one rounding to a dtype explains (fp32: a few hundred additions)."""
 
 
-def distance(actual: Tensor, reference: Tensor) -> float:
-    """max|actual - reference| / max|reference|; infinite where one is NaN and the other is not."""
+@torch.no_grad()
+def distance(actual: Tensor, reference: Tensor, floor: float = 1e-12) -> float:
+    """max|actual - reference| / max(max|reference|, floor); infinite where there is a NaN."""
     if not reference.numel():
         return 0.0
     difference = (actual.double() - reference.double().to(actual.device)).abs().max()
-    scale = reference.double().abs().max().clamp_min(1e-12)
+    scale = reference.double().abs().max().clamp_min(floor)
     return float(torch.nan_to_num(difference / scale.to(actual.device), nan=float("inf")))
 
 
-def assert_near(actual: Sequence[Tensor], reference: Sequence[Tensor], slack: float = 1.0) -> None:
-    """Every tensor within ``slack`` roundings of its dtype of its reference, and of the same shape."""
+def assert_near(
+    actual: Sequence[Tensor], reference: Sequence[Tensor], slack: float = 1.0, floor: float = 1e-12
+) -> None:
+    """Every tensor within ``slack`` roundings of its dtype of its reference, and of the same shape.
+
+    ``floor`` is the size of the terms, where the reference is their sum and may vanish.
+    """
     for index, (a, r) in enumerate(zip(actual, reference, strict=True)):
         assert a.shape == r.shape, f"output {index}: {tuple(a.shape)} is not {tuple(r.shape)}"
-        assert distance(a, r) <= slack * EPSILON[a.dtype], f"output {index} is {distance(a, r):.3g} away"
+        away = distance(a, r, floor)
+        assert away <= slack * EPSILON[a.dtype], f"output {index} is {away:.3g} away"
 
 
 def same_bits(a: Sequence[Tensor], b: Sequence[Tensor]) -> bool:

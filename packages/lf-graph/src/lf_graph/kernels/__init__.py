@@ -3,6 +3,18 @@
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
+from lf_graph.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, layer_norm_modulate, rms_norm
 from lf_graph.kernels.swiglu import swiglu
 
-__all__ = ["Implementation", "KernelUnavailableError", "gelu_tanh", "linear_cross_entropy", "swiglu"]
+__all__ = [
+    "Implementation",
+    "KernelUnavailableError",
+    "add_layer_norm",
+    "add_rms_norm",
+    "gelu_tanh",
+    "layer_norm",
+    "layer_norm_modulate",
+    "linear_cross_entropy",
+    "rms_norm",
+    "swiglu",
+]

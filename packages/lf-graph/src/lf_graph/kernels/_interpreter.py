@@ -22,6 +22,9 @@ try:
 except ImportError as error:
     raise ImportError("the Triton kernels need triton: pip install lf-graph[triton]") from error
 
+# Kernel files take triton and tl from here, where their absence says what to install.
+__all__ = ["INTERPRETED", "bfloat16", "cast", "dot", "operator", "tl", "triton"]
+
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
 

@@ -1,0 +1,52 @@
+"""What the public operators ask of their inputs, and the dtype of what they return."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from lf_graph.kernels._inputs import KERNEL_DTYPES
+
+
+def require_floats(operator: str, **tensors: Tensor | None) -> None:
+    """Refuses other dtypes than bf16, fp16, fp32, fp64, and tensors on other devices than the first.
+
+    Raises:
+        ValueError: names the tensor.
+    """
+    first: Tensor | None = None
+    for name, tensor in tensors.items():
+        if tensor is None:
+            continue
+        if tensor.dtype not in (*KERNEL_DTYPES, torch.float64):
+            raise ValueError(
+                f"{operator}: {name} is {tensor.dtype}: give bfloat16, float16, float32 or float64"
+            )
+        first = tensor if first is None else first
+        if tensor.device != first.device:
+            raise ValueError(f"{operator}: {name} is on {tensor.device}, the first tensor on {first.device}")
+
+
+def require_shape(operator: str, name: str, tensor: Tensor | None, shape: tuple[int, ...], why: str) -> None:
+    """Refuses a tensor of another shape.
+
+    Raises:
+        ValueError: names the tensor, its shape, the expected one and its reason.
+    """
+    if tensor is not None and tuple(tensor.shape) != shape:
+        raise ValueError(f"{operator}: {name} is {list(tensor.shape)}: {list(shape)} is expected, {why}")
+
+
+def output_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype asked for; else autocast's, if it is on (and x is not float64); else that of x."""
+    if dtype is not None:
+        return dtype
+    kind = x.device.type
+    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return x.dtype
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """The dtype a plain twin computes in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
