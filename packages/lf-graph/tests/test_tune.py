@@ -9,7 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import tune_cases as cases
 from torch._subclasses.fake_tensor import FakeTensorMode
 from tune_cases import DEFAULT, FAST, KEY, NAN, RACY, RAISES, SHORT, SLOW, WRONG, FakeTimer, config, tunable
 
-from lf_graph import tune
+from lf_graph import TrainStep, capture, tune
 from lf_graph._backend import backend_for
 from lf_graph._errors import GraphError
 from lf_graph._recorder import as_if_capturing
@@ -36,7 +36,7 @@ from lf_graph.tune.__main__ import main
 from lf_graph.tune._ahead import check_ahead
 from lf_graph.tune._card import Card
 from lf_graph.tune._resolve import is_capturing
-from lf_graph.tune._search import Effort, search
+from lf_graph.tune._search import Effort, configs_of, search
 from lf_graph.tune._source import source_hash
 from lf_graph.tune._table import Entry, Table, dump, parse
 
@@ -153,13 +153,36 @@ def test_every_candidate_is_tried_once() -> None:
     assert [t.config for t in entry.trials] == [DEFAULT, FAST]
 
 
+def test_candidates_are_tried_in_an_order_of_their_own_the_default_first() -> None:
+    grid = [config(i) for i in range(40)]
+    order = configs_of(tunable(*grid), KEY)
+
+    assert order[0] == DEFAULT
+    assert order != grid
+    assert sorted(c["WAY"] for c in order) == list(range(40))
+    assert order == configs_of(tunable(*grid), KEY)
+
+
+def test_a_slow_candidate_may_be_given_up() -> None:
+    class Noting(FakeTimer):
+        limits: ClassVar[list[float]] = []
+
+        def time(self, copies: Any, windows: int, give_up_us: float = math.inf) -> tune.Timing:
+            self.limits.append(give_up_us)
+            return super().time(copies, windows, give_up_us)
+
+    entry_of(FAST, timer=Noting())
+
+    assert Noting.limits == [math.inf, 20.0, math.inf, math.inf]
+
+
 def test_a_candidate_that_cannot_be_captured_is_rejected() -> None:
     class Refuses(FakeTimer):
-        def time(self, copies: Any, windows: int) -> tune.Timing:
+        def time(self, copies: Any, windows: int, give_up_us: float = math.inf) -> tune.Timing:
             copies[0]()
             if cases.LAUNCHED[-1] == FAST["WAY"]:
                 raise RuntimeError("operation not permitted when stream is capturing")
-            return super().time(copies, windows)
+            return super().time(copies, windows, give_up_us)
 
     entry = entry_of(FAST, timer=Refuses())
 
@@ -339,7 +362,7 @@ def test_a_search_that_ran_out_of_time_goes_on_later(monkeypatch: pytest.MonkeyP
     nothing = tune.run(keys=keys, timer=FakeTimer(), budget_s=0.5)
     assert (nothing.tuned, len(nothing.left)) == ((), 2)
     some = tune.run(keys=keys, timer=FakeTimer(), budget_s=2.5)
-    assert [([t.config for t in e.trials], e.complete) for e in some.tuned] == [([DEFAULT, SLOW], False)]
+    assert [(len(e.trials), e.complete) for e in some.tuned] == [(2, False)]
     assert "not complete" in str(some)
     assert len(some.left) == 1
 
@@ -425,6 +448,33 @@ def test_first_use_inside_a_capture_is_refused_by_name() -> None:
     graph.replay()
     assert torch.equal(out, x * 2)
     assert len(timer.asked) == asked
+
+
+def test_the_warm_up_of_a_capture_is_a_first_use() -> None:
+    kernel, timer = register(tunable(FAST)), FakeTimer()
+    first_use(timer)
+
+    captured = capture(lambda x: cases.launch(kernel, x), torch.ones(3))
+
+    asked = len(timer.asked)
+    assert asked > 0
+    assert cases.LAUNCHED[-1] == FAST["WAY"]  # what the graph holds
+    assert torch.equal(captured(torch.full((3,), 4.0)), torch.full((3,), 8.0))
+    assert len(timer.asked) == asked
+    captured.close()
+
+
+def test_a_train_step_tunes_at_its_first_batch_and_never_again() -> None:
+    kernel, timer = register(tunable(FAST)), FakeTimer()
+    first_use(timer)
+    model = torch.nn.Linear(4, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with TrainStep(model, optimizer, loss=lambda x: cases.launch(kernel, model(x)).square().mean()) as step:
+        step(torch.ones(2, 4))
+        asked = len(timer.asked)
+        step(torch.ones(2, 4))
+
+    assert 0 < asked == len(timer.asked)
 
 
 def test_run_inside_a_capture_is_refused() -> None:
@@ -534,7 +584,7 @@ def choice_of(times: dict[str, float], calls: dict[str, Any]) -> tuple[Choice, A
         return call
 
     class Timer:
-        def time(self, copies: Any, windows: int) -> tune.Timing:
+        def time(self, copies: Any, windows: int, give_up_us: float = math.inf) -> tune.Timing:
             copies[0]()
             return tune.Timing(times[last[-1]], 0.0, 20)
 
@@ -556,8 +606,9 @@ def test_the_fastest_implementation_that_is_right_is_chosen() -> None:
     report = tune.run(timer=timer)
 
     assert alternative_of(choice, KEY) == "library"
-    assert [t.rejected.split(":")[0] for t in report.tuned[0].rejected] == ["wrong", "does not run"]
-    assert "absent does not exist here" in report.tuned[0].rejected[1].rejected
+    rejected = {choice.alternatives[t.config["alternative"]]: t.rejected for t in report.tuned[0].rejected}
+    assert rejected["wrong"].startswith("wrong: output 0")
+    assert rejected["absent"] == "does not run: NotImplementedError: absent does not exist here"
 
 
 def test_a_choice_inside_a_search_may_tune_its_own_kernel() -> None:
@@ -580,7 +631,7 @@ class _Both:
     def __init__(self, kernel: FakeTimer, choice: Any) -> None:
         self.kernel, self.choice = kernel, choice
 
-    def time(self, copies: Any, windows: int) -> tune.Timing:
+    def time(self, copies: Any, windows: int, give_up_us: float = math.inf) -> tune.Timing:
         before = len(cases.LAUNCHED)
         copies[0]()
         launched = cases.LAUNCHED[before:]
@@ -600,14 +651,39 @@ def test_workers_check_ahead_and_survive_a_candidate_that_ends_its_process(
     faults = check_ahead([(kernel, KEY)], CPU, 1, math.inf, ["tune_cases"])
 
     by_way = {c["WAY"]: reason for (_, _, c), reason in faults.items()}
-    assert set(by_way) == {WRONG["WAY"], cases.EXITS["WAY"], RAISES["WAY"]}
+    assert {way for way, reason in by_way.items() if not reason} == {DEFAULT["WAY"], FAST["WAY"]}
+    assert "out of resource" in by_way[RAISES["WAY"]]
     assert by_way[cases.EXITS["WAY"]] == "ended its process: exit status 77"
     assert by_way[WRONG["WAY"]].startswith("wrong: output 0")
-    effort = Effort(FakeTimer(), known_faults=faults)
+    effort = Effort(FakeTimer(), checked=faults)
     entry = search(kernel, KEY, CPU, effort)
     assert entry.config == FAST
     assert len(entry.rejected) == 3
     assert effort.checks == 2  # the default and the one that passed, once more here
+
+
+def test_what_workers_checked_is_timed_for_every_key_before_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = register(tunable(FAST, SLOW, WRONG))
+    keys: list[Any] = [(1,), (2,)]
+    checked = {
+        (kernel.name, key, c): r for key in keys for c, r in ((FAST, ""), (WRONG, "wrong: said a worker"))
+    }
+    monkeypatch.setattr(_run, "check_ahead", lambda *args: checked)
+    order: list[tuple[Any, bool]] = []
+    searched = _run.tuned
+
+    def noting(now: Any, t: Any, key: Any, effort: Any, started: Any) -> Entry:
+        entry = searched(now, t, key, effort, started)
+        order.append((key, entry.complete))
+        return entry
+
+    monkeypatch.setattr(_run, "tuned", noting)
+    report = tune.run(keys={kernel.name: keys}, timer=FakeTimer(), workers=2)
+
+    assert order == [((1,), False), ((2,), False), ((1,), True), ((2,), True)]
+    assert [e.config for e in report.tuned] == [FAST, FAST]
+    assert reasons(report.tuned[0]) == {3: "wrong: said a worker"}
+    assert [len(e.trials) for e in report.tuned] == [4, 4]
 
 
 def test_workers_blame_no_candidate_for_inputs_that_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:

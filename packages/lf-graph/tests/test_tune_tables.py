@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import linecache
+import os
+import subprocess
+import sys
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -13,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tune_cases import FAST, KEY, SLOW, tunable
 
+import lf_graph
 from lf_graph.kernels._tunable import Config, Tunable
 from lf_graph.tune import Entry, TableError, Trial
 from lf_graph.tune._card import Card, slug
@@ -269,6 +273,41 @@ def test_code_helpers_and_constants_change_the_hash(old: str, new: str) -> None:
 
 def test_a_version_changes_the_hash() -> None:
     assert source_hash(tunable(version="2")) != source_hash(tunable())
+
+
+HASHES = """
+import json
+from lf_graph.kernels._tunable import TUNABLES
+from lf_graph.tune._run import load_kernels
+from lf_graph.tune._source import source_hash
+load_kernels()
+print(json.dumps({name: source_hash(t) for name, t in TUNABLES.items()}))
+"""
+
+
+def test_tables_of_a_gpu_can_be_checked_where_kernels_are_interpreted() -> None:
+    pytest.importorskip("triton")
+    told = []
+    for value in ("0", "1"):
+        done = subprocess.run(
+            [sys.executable, "-c", HASHES],
+            env={**os.environ, "TRITON_INTERPRET": value},
+            capture_output=True,
+            text=True,
+            check=True,
+            timeout=120,
+        )
+        told.append(json.loads(done.stdout))
+
+    assert told[0] == told[1]
+    assert len(set(told[0].values())) == len(told[0]) > 0
+
+
+def test_the_package_knows_its_tuner_without_importing_it() -> None:
+    code = "import sys, lf_graph; assert 'lf_graph.tune' not in sys.modules; lf_graph.tune.stats"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        lf_graph.nothing  # noqa: B018
 
 
 def test_triton_kernels_have_a_hash_that_follows_their_helpers() -> None:

@@ -1,5 +1,10 @@
 """Training steps as CUDA graphs, captured in pieces and checked before capture."""
 
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
 from lf_graph._adamw import Launch
 from lf_graph._bucket_stats import BucketsStats, BucketStats
 from lf_graph._buckets import Buckets
@@ -81,3 +86,10 @@ __all__ = [
     "shard_block",
     "stats",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``lf_graph.tune`` and ``lf_graph.kernels`` are imported when they are first asked for."""
+    if name in ("kernels", "tune"):
+        return importlib.import_module(f"lf_graph.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

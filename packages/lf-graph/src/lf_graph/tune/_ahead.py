@@ -23,7 +23,8 @@ from lf_graph.kernels._tunable import Config, Key, Tunable
 from lf_graph.tune._search import configs_of
 from lf_graph.tune._table import config_from, config_json, key_from
 
-Faults = dict[tuple[str, Key, Config], str]
+Findings = dict[tuple[str, Key, Config], str]
+_PORTION = 16  # candidates for which a worker makes the inputs once
 _ANSWER = "lf_graph.tune: "
 _SILENCE_S = 120.0  # a candidate that compiles or runs longer is not worth it
 
@@ -109,18 +110,31 @@ def _read(process: subprocess.Popen[str], lines: queue.SimpleQueue[str | None]) 
     process.stdout.close()
 
 
+def _parts(jobs: Sequence[tuple[Tunable, Key]]) -> list[tuple[str, Key, list[Config]]]:
+    """Portions of candidates: the first of every job, then the second of every job..."""
+    parts = []
+    for number, (tunable, key) in enumerate(jobs):
+        configs = configs_of(tunable, key)
+        for start in range(0, len(configs), _PORTION):
+            parts.append((start, number, (tunable.name, key, configs[start : start + _PORTION])))
+    return [part for _, _, part in sorted(parts, key=lambda p: p[:2])]
+
+
 def check_ahead(
     jobs: Sequence[tuple[Tunable, Key]],
     device: torch.device,
     workers: int,
     until: float,
     imports: Sequence[str] = (),
-) -> Faults:
-    """Reasons against candidates by (tunable, key, configuration); those that passed or were not reached are absent."""
+) -> Findings:
+    """Reasons against candidates by (tunable, key, configuration), "" for those that passed.
+
+    Those that were not reached in time are absent, and so are all of a key whose inputs could not be made.
+    """
     todo: queue.SimpleQueue[tuple[str, Key, list[Config]]] = queue.SimpleQueue()
-    for tunable, key in jobs:
-        todo.put((tunable.name, key, configs_of(tunable, key)))
-    faults: Faults = {}
+    for part in _parts(jobs):
+        todo.put(part)
+    found: Findings = {}
 
     def serve() -> None:
         worker = _Worker(device, imports)
@@ -128,19 +142,18 @@ def check_ahead(
             while time.monotonic() < until:
                 name, key, configs = todo.get_nowait()
                 for config, reason in zip(configs, worker.check(name, key, configs, until), strict=False):
-                    if reason:
-                        faults[name, key, config] = reason
+                    found[name, key, config] = reason
         except queue.Empty:
             pass
         finally:
             worker.stop()
 
-    threads = [threading.Thread(target=serve) for _ in range(min(workers, len(jobs)))]
+    threads = [threading.Thread(target=serve) for _ in range(min(workers, todo.qsize()))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return faults
+    return found
 
 
 def question_from(line: str) -> tuple[str, Key, list[Config]]:

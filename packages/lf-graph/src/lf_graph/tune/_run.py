@@ -7,7 +7,7 @@ import math
 import pkgutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import lf_graph.kernels
 from lf_graph._errors import GraphError
@@ -20,6 +20,7 @@ from lf_graph.tune._table import Entry
 from lf_graph.tune._timer import Timer
 
 Job = tuple[Tunable, Key]
+Place = tuple[str, Key]
 _CHECKING = 0.5  # of the budget, at most, goes to checks ahead
 
 
@@ -72,10 +73,13 @@ def entry_line(e: Entry) -> str:
 
 
 def load_kernels(extra: Iterable[str] = ()) -> None:
-    """Imports every module of Triton kernels, and others by name, so that their tunables are registered."""
+    """Imports every module of kernels, and others by name, so that their tunables are registered.
+
+    Raises:
+        ImportError: triton is not installed.
+    """
     for module in pkgutil.iter_modules(lf_graph.kernels.__path__):
-        if module.name.endswith("_triton"):
-            importlib.import_module(f"lf_graph.kernels.{module.name}")
+        importlib.import_module(f"lf_graph.kernels.{module.name}")
     for name in extra:
         importlib.import_module(name)
 
@@ -96,12 +100,62 @@ def jobs_of(tunables: Iterable[Tunable], keys: dict[str, list[Key]]) -> list[Job
     return [(t, key) for _, t, key in sorted(rounds, key=lambda r: r[0])]
 
 
-@dataclass
-class _Results:
-    found: list[Entry] = field(default_factory=list)
-    tuned: list[Entry] = field(default_factory=list)
-    failed: list[tuple[str, Key, str]] = field(default_factory=list)
-    left: list[tuple[str, Key]] = field(default_factory=list)
+class _Session:
+    """One run: what is to do, what was found."""
+
+    def __init__(self, now: State, effort: Effort, progress: Callable[[str], object]) -> None:
+        self.now, self.effort, self.progress = now, effort, progress
+        self.todo: list[Job] = []
+        self.found: list[Entry] = []
+        self.tuned: dict[Place, Entry] = {}
+        self.failed: dict[Place, str] = {}
+        self._begun: dict[Place, Entry] = {}
+
+    def plan(self, jobs: Iterable[Job], rebuild: bool) -> None:
+        """Sorts out what is complete; what an earlier run began is gone on with."""
+        for tunable, key in jobs:
+            entry = None if rebuild else valid_entry(self.now, self.now.tuned, tunable, key)
+            if entry is not None and entry.complete:
+                self.found.append(entry)
+                continue
+            self.todo.append((tunable, key))
+            if entry is not None:
+                self._begun[tunable.name, key] = entry
+
+    def search(self) -> None:
+        """With candidates that workers checked: first those, which are quick to time, for every key; then the rest."""
+        for only_checked in (True, False) if self.effort.checked else (False,):
+            self.effort.only_checked = only_checked
+            for tunable, key in self.todo:
+                if not self._is_over((tunable.name, key)):
+                    self._one(tunable, key)
+
+    def _is_over(self, place: Place) -> bool:
+        complete = place in self.tuned and self.tuned[place].complete
+        return complete or place in self.failed or time.monotonic() > self.effort.until
+
+    def _one(self, tunable: Tunable, key: Key) -> None:
+        place = tunable.name, key
+        try:
+            entry = tuned(self.now, tunable, key, self.effort, self.tuned.get(place, self._begun.get(place)))
+        except Exception as e:  # the device may be lost: then every later key fails too, and says so
+            self.failed[place] = f"{type(e).__name__}: {str(e)[:300]}"
+            self.progress(f"{tunable.name} {key}: FAILED: {self.failed[place]}")
+            return
+        self.tuned[place] = entry
+        self.progress(entry_line(entry))
+
+    def report(self) -> TuneReport:
+        """What was done."""
+        places = [(t.name, key) for t, key in self.todo]
+        return TuneReport(
+            tuple(self.found),
+            tuple(self.tuned.values()),
+            tuple((name, key, error) for (name, key), error in self.failed.items()),
+            tuple(p for p in places if p not in self.tuned and p not in self.failed),
+            self.effort.timings,
+            str(self.now.store.path),
+        )
 
 
 def run(
@@ -144,59 +198,14 @@ def run(
     jobs = jobs_of([t for n, t in TUNABLES.items() if match in n], known_keys(now) if keys is None else keys)
     for tunable, key in jobs[:1]:
         require_no_capture(tunable.name, key)
-    results = _Results()
-    todo = [job for job in jobs if rebuild or not _is_done(now, job, results)]
-    start = time.monotonic()
-    effort = Effort(timer or now.timer(now.device), start + budget_s)
-    if workers and todo:
-        effort.known_faults = check_ahead(todo, now.device, workers, start + _CHECKING * budget_s, imports)
-    for job in todo:
-        _one(now, job, rebuild, effort, results, progress)
-    return _report(now, results, effort)
-
-
-def _is_done(now: State, job: Job, results: _Results) -> bool:
-    """Whether a complete entry is there; it goes to the results."""
-    entry = valid_entry(now, now.tuned, *job)
-    if entry is None or not entry.complete:
-        return False
-    results.found.append(entry)
-    return True
-
-
-def _one(
-    now: State,
-    job: Job,
-    rebuild: bool,
-    effort: Effort,
-    results: _Results,
-    progress: Callable[[str], object],
-) -> None:
-    tunable, key = job
-    if time.monotonic() > effort.until:
-        results.left.append((tunable.name, key))
-        return
-    try:
-        with now.store.tuning():
-            now.refresh()
-            if not rebuild and _is_done(now, job, results):
-                return  # another process was faster
-            started = None if rebuild else now.tuned.entries.get((tunable.name, key))
-            entry = tuned(now, tunable, key, effort, started)
-    except Exception as e:  # the device may be lost: then every later key fails too, and says so
-        results.failed.append((tunable.name, key, f"{type(e).__name__}: {str(e)[:300]}"))
-        progress(f"{tunable.name} {key}: FAILED: {e}")
-        return
-    results.tuned.append(entry)
-    progress(entry_line(entry))
-
-
-def _report(now: State, results: _Results, effort: Effort) -> TuneReport:
-    return TuneReport(
-        tuple(results.found),
-        tuple(results.tuned),
-        tuple(results.failed),
-        tuple(results.left),
-        effort.timings,
-        str(now.store.path),
-    )
+    with now.store.tuning():  # other processes of this machine wait, and then find what this one kept
+        now.refresh()
+        start = time.monotonic()
+        effort = Effort(timer or now.timer(now.device), start + budget_s)
+        session = _Session(now, effort, progress)
+        session.plan(jobs, rebuild)
+        if workers and session.todo:
+            until = start + _CHECKING * budget_s
+            effort.checked = check_ahead(session.todo, now.device, workers, until, imports)
+        session.search()
+    return session.report()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import random
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -26,26 +28,37 @@ class Effort:
     Attributes:
         timer: measures; see :class:`lf_graph.tune._timer.GraphTimer`.
         until: no candidate is started after this time (``time.monotonic``).
-        known_faults: reasons found beforehand by other processes, by (tunable, key, configuration).
+        checked: what other processes found beforehand: reasons, or "", by (tunable, key, configuration).
+        only_checked: leave out candidates that are not among them, except the default.
         timings: how often the timer was asked.
         checks: how many candidates were checked.
     """
 
     timer: Timer
     until: float = float("inf")
-    known_faults: Mapping[tuple[str, Key, Config], str] = field(default_factory=dict)
+    checked: Mapping[tuple[str, Key, Config], str] = field(default_factory=dict)
+    only_checked: bool = False
     timings: int = 0
     checks: int = 0
 
-    def time(self, problem: Problem, config: Config, windows: int) -> float:
+    def time(self, problem: Problem, config: Config, windows: int, give_up_us: float = math.inf) -> float:
         """Microseconds of one call."""
         self.timings += 1
-        return self.timer.time([lambda: problem.run(config)], windows).us
+        return self.timer.time([lambda: problem.run(config)], windows, give_up_us).us
+
+    def leaves_out(self, tunable: Tunable, key: Key, config: Config) -> bool:
+        """Whether a candidate is not for this time."""
+        if not self.only_checked or config == tunable.default(key):
+            return False
+        return (tunable.name, key, config) not in self.checked
 
 
 def configs_of(tunable: Tunable, key: Key) -> list[Config]:
-    """The default, and every other candidate once."""
-    return list(dict.fromkeys([tunable.default(key), *tunable.candidates(key)]))
+    """The default, then every other candidate once, shuffled: a search cut short has seen all corners of a grid."""
+    default = tunable.default(key)
+    others = [c for c in dict.fromkeys(tunable.candidates(key)) if c != default]
+    random.Random(f"{tunable.name} {key}").shuffle(others)
+    return [default, *others]
 
 
 def search(
@@ -73,33 +86,43 @@ def search(
     torch.manual_seed(SEED)
     problem = tunable.problem(key, device)
     done = {t.config: t for t in started.trials} if started and started.source == source else {}
-    complete = True
-    for config in configs_of(tunable, key):
-        if config in done:
-            continue
+    configs = configs_of(tunable, key)
+    for config in configs:
         if done and time.monotonic() > effort.until:
-            complete = False
             break
+        if config in done or effort.leaves_out(tunable, key, config):
+            continue
         try:
-            done[config] = _try(tunable.name, key, problem, config, device, effort)
+            done[config] = _try(tunable.name, key, problem, config, device, effort, _fastest(done))
         except DeviceLostError as e:
             done[config] = Trial(config, None, f"lost the device: {e}")
             keep(_entry(tunable, key, source, done, {}, complete=False))
             raise
-    return _entry(tunable, key, source, done, _finals(problem, tunable.default(key), done, effort), complete)
+    finals = _finals(problem, tunable.default(key), done, effort)
+    return _entry(tunable, key, source, done, finals, complete=all(c in done for c in configs))
+
+
+def _fastest(done: Mapping[Config, Trial]) -> float:
+    return min((t.us for t in done.values() if t.us is not None), default=math.inf)
 
 
 def _try(
-    name: str, key: Key, problem: Problem, config: Config, device: torch.device, effort: Effort
+    name: str,
+    key: Key,
+    problem: Problem,
+    config: Config,
+    device: torch.device,
+    effort: Effort,
+    fastest_us: float,
 ) -> Trial:
-    reason = effort.known_faults.get((name, key, config), "")
+    reason = effort.checked.get((name, key, config), "")
     if not reason:
         effort.checks += 1
         reason = fault(problem, config, device)
     if reason:
         return Trial(config, None, reason)
     try:
-        return Trial(config, effort.time(problem, config, _WINDOWS))
+        return Trial(config, effort.time(problem, config, _WINDOWS, 2 * fastest_us))
     except RuntimeError as e:
         return Trial(config, None, f"cannot be captured: {str(e).splitlines()[0][:200]}")
 

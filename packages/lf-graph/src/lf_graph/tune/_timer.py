@@ -7,6 +7,7 @@ launch from Python costs more than many kernels take (a tuner that timed so chos
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -21,6 +22,7 @@ MIN_CALLS = 20
 _MAX_CALLS = 400
 _WINDOW_US = 2000.0  # a replay of this length makes its 5-7 us of noise 0.3 %
 _WARM_UP = 2
+_LAUNCHES_US = 500.0  # more than the launches of a call from Python take
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Timing:
     Attributes:
         us: median over the windows, in microseconds.
         spread: (slowest - fastest window) / median.
-        calls: calls in a window.
+        calls: calls in a window; 1 if it was given up after a single call.
     """
 
     us: float
@@ -41,8 +43,11 @@ class Timing:
 class Timer(Protocol):
     """Measures work; the real one is :class:`GraphTimer`."""
 
-    def time(self, copies: Sequence[Call], windows: int) -> Timing:
-        """The time of one call of ``copies``, which do the same on different memory and take turns."""
+    def time(self, copies: Sequence[Call], windows: int, give_up_us: float = math.inf) -> Timing:
+        """The time of one call of ``copies``, which do the same on different memory and take turns.
+
+        A call that clearly takes longer than ``give_up_us`` may be measured less carefully.
+        """
         ...
 
 
@@ -79,13 +84,15 @@ class GraphTimer:
             yield
         caller.wait_stream(self._stream)
 
-    def time(self, copies: Sequence[Call], windows: int) -> Timing:
+    def time(self, copies: Sequence[Call], windows: int, give_up_us: float = math.inf) -> Timing:
         """See :class:`Timer`; raises what the call raises, and RuntimeError where it cannot be captured."""
         with self.on_stream():
             for call in copies:
                 for _ in range(_WARM_UP):
                     call()
             once = self._elapsed_us(copies[0])
+            if once > _LAUNCHES_US + give_up_us:
+                return Timing(once, 0.0, 1)  # a graph of many such calls would take seconds
             calls = calls_for(once, len(copies))
             graph = self._graph(copies, calls)
             try:
