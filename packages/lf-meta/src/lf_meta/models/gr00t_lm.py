@@ -29,7 +29,11 @@ Layers = Annotated[int, Field(gt=0, le=1024, strict=True)]
 
 
 class LMConfig(Section):
-    """Dimensions of one model; every field but the vocabulary can be overridden by ``model.args``."""
+    """Dimensions of one model; every field but the vocabulary can be overridden by ``model.args``.
+
+    ``fused_loss`` computes head and loss together (``lf_graph.kernels.linear_cross_entropy``), without the logits of
+    all tokens: the same loss up to rounding, in less memory.
+    """
 
     vocab_size: Dimension
     hidden: Dimension
@@ -40,6 +44,7 @@ class LMConfig(Section):
     rope_base: Annotated[float, Field(gt=0)] = 10000.0
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     init_std: Annotated[float, Field(gt=0)] = 0.02
+    fused_loss: bool = False
 
     @field_validator("heads")
     @classmethod
@@ -145,14 +150,19 @@ class GR00TLM(nn.Module):
                 ends_residual = name.endswith(("attention.out", "ffn.down"))
                 nn.init.normal_(module.weight, std=residual_std if ends_residual else self.config.init_std)
 
-    def logits(self, tokens: Tensor) -> Tensor:
-        """Next-token logits [B, T, vocab] for tokens int64 [B, T]."""
+    def hidden(self, tokens: Tensor) -> Tensor:
+        """Normed states [B, T, hidden] for tokens int64 [B, T]."""
         head_dim = self.config.hidden // self.config.heads
         cos, sin = rope_tables(tokens.shape[1], head_dim, self.config.rope_base, tokens.device)
         x = self.embed(tokens)
         for block in self.blocks:
             x = block(x, cos, sin)
-        out: Tensor = self.head(self.norm(x))
+        out: Tensor = self.norm(x)
+        return out
+
+    def logits(self, tokens: Tensor) -> Tensor:
+        """Next-token logits [B, T, vocab] for tokens int64 [B, T]."""
+        out: Tensor = self.head(self.hidden(tokens))
         return out
 
     def forward(
@@ -170,7 +180,16 @@ class GR00TLM(nn.Module):
             positions, and their number.
         """
         labels = next_token_labels(tokens, lengths, loss_mask)
-        return token_loss(self.logits(tokens[:, :-1]), labels)
+        return head_loss(self.hidden(tokens[:, :-1]), self.head, labels, self.config.fused_loss)
+
+
+def head_loss(x: Tensor, head: nn.Linear, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:
+    """``token_loss`` of the head's logits for x [B, T, hidden]; with ``fused``, hooks of the head do not run."""
+    if not fused:
+        return token_loss(head(x), labels)
+    from lf_graph.kernels import linear_cross_entropy  # here: models without it load no lf_graph
+
+    return linear_cross_entropy(x, head.weight, labels, bias=head.bias, ignore_index=IGNORE)
 
 
 def token_loss(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from lf_graph import BlockSparse, DynamicMaskBuffer, MoE
 from lf_meta.config_load import first_problem
 from lf_meta.errors import ConfigError
-from lf_meta.models.gr00t_lm import Attention, Dimension, LMConfig, next_token_labels, rope_tables, token_loss
+from lf_meta.models.gr00t_lm import Attention, Dimension, LMConfig, head_loss, next_token_labels, rope_tables
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -165,7 +165,7 @@ class GR00TMoE(nn.Module):
         labels = next_token_labels(tokens, lengths, loss_mask)
         # the last token of a record predicts nothing: it is no input, in a full row as in a padded one
         x, aux = self.hidden(tokens[:, :-1], lengths - 1)
-        loss, count = token_loss(self.head(x), labels)
+        loss, count = head_loss(x, self.head, labels, self.config.fused_loss)
         return (loss + count * aux, count) if self.training else (loss, count)
 
 
