@@ -2,7 +2,7 @@
 
 python bench_kernels.py [--match rms_norm] [--budget-s 300] [--json FILE]   # on a GPU
 python bench_kernels.py --check                     # parity only, small shapes; on a CPU in Triton's interpreter
-python bench_kernels.py --show FILE... [--into ../README.md --mark kernels]
+python bench_kernels.py --show FILE... [--into ../README.md --mark kernels [--check]]
 
 Definitions:
 
@@ -159,7 +159,7 @@ def measure(
         del found
         if parity > row.tolerance:
             error = f"{parity:.1e} from the reference, {row.tolerance:.0e} is allowed"
-            return identity(row) | {"status": "wrong", "error": error, "parity": parity}
+            return identity(row) | {"status": "wrong", "error": error}
         return identity(row) | {"status": "ok", "parity": parity} | time_it(row)
     except Exception as e:  # one row must not cost the others their device time
         return identity(row) | {"status": "failed", "error": f"{type(e).__name__}: {str(e)[:400]}"}
@@ -207,7 +207,9 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--budget-s", type=float, default=600.0, help="no group is started after this time")
     p.add_argument("--warm", action="store_true", help="repeat on one copy of the inputs")
-    p.add_argument("--check", action="store_true", help="parity only, on small shapes")
+    p.add_argument(
+        "--check", action="store_true", help="parity only, on small shapes; with --into: is it up to date?"
+    )
     p.add_argument("--list", action="store_true", help="print the rows' labels and stop")
     p.add_argument("--json", type=Path, help="write results here, after every group")
     p.add_argument("--show", nargs="+", type=Path, help="print the tables of these results; measure nothing")
@@ -224,10 +226,14 @@ def show(args: argparse.Namespace) -> None:
             found.setdefault((r["op"], r["shape"]), []).append(r | {"_file": path})
     last = [r for g in found.values() for r in g if r["_file"] == g[-1]["_file"]]
     body = tables(last)
-    if args.into:
-        args.into.write_text(between_markers(args.into.read_text(), body, args.mark))
-    else:
+    if not args.into:
         print(body)
+        return
+    old = args.into.read_text()
+    new = between_markers(old, body, args.mark)
+    if args.check and new != old:
+        raise SystemExit(f"{args.into} is not what the results say; run this again without --check")
+    args.into.write_text(new)
 
 
 def run(

@@ -232,7 +232,12 @@ def test_show_puts_the_later_file_into_a_document(bench: Any, tmp_path: Path) ->
     document = tmp_path / "doc.md"
     document.write_text("x\n<!-- results kernels: begin -->\n<!-- results kernels: end -->\n")
 
-    bench.main(["--show", *map(str, paths), "--into", str(document)])
+    command = ["--show", *map(str, paths), "--into", str(document)]
+    with pytest.raises(SystemExit, match="not what the results say"):
+        bench.main([*command, "--check"])
+    assert "77.0" not in document.read_text()
+    bench.main(command)
+    bench.main([*command, "--check"])
 
     text = document.read_text()
     assert "77.0" in text
@@ -250,7 +255,7 @@ def test_copies_exceed_the_cache_three_times(bench: Any, monkeypatch: pytest.Mon
     assert bench.copies_for(row(bytes=1000), CPU, cold=False) == 1
 
 
-@pytest.mark.parametrize(("us", "copies"), [(0.0, 1), (3.0, 3), (99.0, 16), (10_000.0, 7)])
+@pytest.mark.parametrize(("us", "copies"), [(0.0, 1), (3.0, 3), (99.0, 16), (10_000.0, 7), (float("inf"), 3)])
 def test_a_window_has_twenty_calls_and_every_copy_equally_often(us: float, copies: int) -> None:
     calls = calls_for(us, copies)
 

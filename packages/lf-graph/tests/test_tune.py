@@ -25,6 +25,7 @@ from lf_graph.kernels._tunable import (
     CHOSEN,
     TUNABLES,
     Choice,
+    Problem,
     Tunable,
     alternative_of,
     config_of,
@@ -409,6 +410,28 @@ def test_one_search_that_raises_does_not_end_the_run() -> None:
         ("tests.impossible", "MemoryError: no room for the inputs")
     ]
     assert len(report.tuned) == 1
+
+
+def test_a_lack_of_memory_is_no_reason_against_a_candidate() -> None:
+    def starved(key: Any, device: Any) -> Any:
+        inner = cases.problem(key, device)
+
+        def run(c: Any) -> Any:
+            if c == FAST:
+                raise torch.OutOfMemoryError("CUDA out of memory")
+            return inner.run(c)
+
+        return Problem(run, inner.reference, inner.tolerance)
+
+    kernel = register(tunable(FAST, problem=starved))
+    report = tune.run(keys={kernel.name: [KEY]}, timer=FakeTimer())
+    assert "out of memory" in report.failed[0][2]
+    assert _state.state().store.read().entries == {}
+
+    first_use(FakeTimer())
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        config_of(kernel, KEY)
+    assert caught.value.__notes__ == [f"lf_graph.tune was searching tests.double for {KEY}"]
 
 
 # -- first use and captures ----------------------------------------------------------------------------------

@@ -37,8 +37,8 @@ class _Worker:
         self._process: subprocess.Popen[str] | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
 
-    def check(self, tunable: str, key: Key, configs: Sequence[Config], until: float) -> Iterator[str]:
-        """A reason, or "", for each configuration in order; ends early without time, or without the problem."""
+    def check(self, tunable: str, key: Key, configs: Sequence[Config], until: float) -> Iterator[str | None]:
+        """A reason, "", or None (no memory) for each in order; ends early without time, or without the problem."""
         left = list(configs)
         while left:
             self._ask({"tunable": tunable, "key": list(key), "configs": [config_json(c) for c in left]})
@@ -142,7 +142,8 @@ def check_ahead(
             while time.monotonic() < until:
                 name, key, configs = todo.get_nowait()
                 for config, reason in zip(configs, worker.check(name, key, configs, until), strict=False):
-                    found[name, key, config] = reason
+                    if reason is not None:
+                        found[name, key, config] = reason
         except queue.Empty:
             pass
         finally:

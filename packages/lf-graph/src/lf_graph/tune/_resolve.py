@@ -87,6 +87,9 @@ def tuned(now: State, tunable: Tunable, key: Key, effort: Effort, started: Entry
     before = effort.timings
     try:
         entry = undisturbed(lambda: search(tunable, key, now.device, effort, started, now.keep), now.device)
+    except Exception as e:
+        e.add_note(f"lf_graph.tune was searching {tunable.name} for {key}")
+        raise
     finally:
         now.timings += effort.timings - before
     now.keep(entry)

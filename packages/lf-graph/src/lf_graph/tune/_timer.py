@@ -93,14 +93,24 @@ class GraphTimer:
             once = self._elapsed_us(copies[0])
             if once > _LAUNCHES_US + give_up_us:
                 return Timing(once, 0.0, 1)  # a graph of many such calls would take seconds
-            calls = calls_for(once, len(copies))
-            graph = self._graph(copies, calls)
+            graph, calls = self._right_graph(copies)
             try:
-                graph.replay()
                 return summary([self._elapsed_us(graph.replay) for _ in range(windows)], calls)
             finally:
                 self._stream.synchronize()
                 graph.reset()
+
+    def _right_graph(self, copies: Sequence[Call]) -> tuple[torch.cuda.CUDAGraph, int]:
+        """A graph that runs long enough, replayed once; short calls show how short they are in a graph only."""
+        calls = calls_for(math.inf, len(copies))
+        graph = self._graph(copies, calls)
+        graph.replay()
+        wanted = calls_for(self._elapsed_us(graph.replay) / calls, len(copies))
+        if wanted > calls:
+            graph.reset()
+            calls, graph = wanted, self._graph(copies, wanted)
+            graph.replay()
+        return graph, calls
 
     def _graph(self, copies: Sequence[Call], calls: int) -> torch.cuda.CUDAGraph:
         """So many calls as one graph; as many results stay alive as there are copies, so their memory differs too."""

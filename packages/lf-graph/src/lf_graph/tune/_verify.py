@@ -30,11 +30,14 @@ def fault(problem: Problem, config: Config, device: torch.device, runs: int = RU
 
     Raises:
         DeviceLostError: nothing more can run in this process.
+        torch.OutOfMemoryError: that says more about what else is allocated than about the candidate.
     """
     try:
         _poison(problem.reference)
         first = problem.run(config)
         return _wrong(first, problem) or _unrepeatable(problem, config, first, device, runs)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as e:
         _require_alive(device, e)
         return f"does not run: {_brief(e)}"

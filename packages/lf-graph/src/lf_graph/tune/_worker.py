@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from lf_graph.kernels._tunable import TUNABLES, Config, Key
+from lf_graph.kernels._tunable import TUNABLES, Config, Key, Problem
 from lf_graph.tune._ahead import answer_line, question_from
 from lf_graph.tune._run import load_kernels
 from lf_graph.tune._search import SEED
@@ -17,18 +17,26 @@ from lf_graph.tune._verify import DeviceLostError, fault
 def answer(tunable: str, key: Key, configs: Sequence[Config], device: torch.device) -> None:
     """Prints the reason against each configuration, or "", as soon as it is known.
 
-    Raises:
-        DeviceLostError: after the answer of the configuration that broke the device.
+    None for one that found no memory beside the other workers. Ends the process after one that broke the device.
     """
     torch.manual_seed(SEED)
     problem = TUNABLES[tunable].problem(key, device)
     print(answer_line(ready=True), flush=True)
     for config in configs:
-        try:
-            print(answer_line(reason=fault(problem, config, device), lost=False), flush=True)
-        except DeviceLostError as e:
-            print(answer_line(reason=f"lost the device: {e}", lost=True), flush=True)
-            raise
+        reason, lost = _judged(problem, config, device)
+        print(answer_line(reason=reason, lost=lost), flush=True)
+        if lost:
+            raise SystemExit(1)
+
+
+def _judged(problem: Problem, config: Config, device: torch.device) -> tuple[str | None, bool]:
+    """The reason, and whether the device is lost."""
+    try:
+        return fault(problem, config, device), False
+    except torch.OutOfMemoryError:
+        return None, False
+    except DeviceLostError as e:
+        return f"lost the device: {e}", True
 
 
 def main(argv: Sequence[str]) -> None:
