@@ -1,21 +1,26 @@
 """Gradient memory: predict it, check the prediction, lay it out. Needs torch: pip install lf-memory[torch]."""
 
 from ._errors import PlanError
+from ._measure import Measured
 from ._plan import GRADIENTS, Lifetime, Placement, Plan, Slots
 from ._policy import Mode, Policy
 from ._predict import predict
 from ._store import read_plan, write_plan
+from ._verify import Verification, verify
 
 __all__ = [
     "GRADIENTS",
     "Lifetime",
+    "Measured",
     "Mode",
     "Placement",
     "Plan",
     "PlanError",
     "Policy",
     "Slots",
+    "Verification",
     "predict",
     "read_plan",
+    "verify",
     "write_plan",
 ]

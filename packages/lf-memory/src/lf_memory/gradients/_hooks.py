@@ -11,6 +11,13 @@ from ._policy import Policy
 Complete = Callable[[str, nn.Parameter], None]
 
 
+def gradient_bytes(gradient: torch.Tensor) -> int:
+    """Bytes of a gradient; of a sparse one, those of its indices and values."""
+    if gradient.layout is torch.sparse_coo:
+        return gradient._indices().nbytes + gradient._values().nbytes
+    return gradient.nbytes
+
+
 class _Pending:
     """The gradients of a bucket that is not full."""
 
@@ -22,7 +29,7 @@ class _Pending:
     def add(self, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         self._parameters.append(parameter)
-        self._nbytes += parameter.grad.nbytes
+        self._nbytes += gradient_bytes(parameter.grad)
         if self._nbytes >= self._limit:
             for one in self._parameters:
                 one.grad = None

@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import (
 
 from ._errors import PlanError
 from ._fake import FakeWorld
-from ._hooks import following
+from ._hooks import following, gradient_bytes
 from ._infer import completions, count_slots, infer
 from ._json import VERSION
 from ._layout import Completed, lay_out
@@ -25,6 +25,7 @@ from ._plan import Lifetime, Method, Plan
 from ._policy import BUCKET_BYTES, Mode, Policy
 from ._record import Recorder
 from ._store import Store
+from ._sums import after_node
 from ._walk import Graph, is_leaf, leaf_of, walk
 
 
@@ -124,10 +125,12 @@ def _record_backward(
     def complete(name: str, parameter: nn.Parameter) -> None:
         assert parameter.grad is not None
         recorder.name_gradient(parameter.grad, name)
-        completed[name] = (recorder.step, parameter.grad.nbytes)
+        completed[name] = (recorder.step, gradient_bytes(parameter.grad))
 
     for node in graph.order:
         node.register_prehook(_entering(recorder, graph.label(node)))
+        if not is_leaf(node):
+            after_node(node, recorder.leave)
     with recorder:
         recorder.begin_backward()
         with following(world.parameters, policy, complete):

@@ -10,6 +10,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ._plan import Kind, Lifetime
+from ._sums import adds_in_place, holders_of_unshared
 
 FOREVER = -1
 
@@ -39,6 +40,8 @@ class Recorder(TorchDispatchMode):
         self.forward_peak = 0
         self._level = 0
         self._moment = 0
+        self._unshared = holders_of_unshared()
+        self._between = False  # the engine is adding up what a node has sent
         self._where: str | None = None  # the node that is executed; None in the forward pass
         self._live: dict[int, tuple[_Buffer, weakref.ref[torch.UntypedStorage]]] = {}
         self._finished: list[_Buffer] = []
@@ -57,8 +60,12 @@ class Recorder(TorchDispatchMode):
 
     def enter(self, name: str) -> None:
         """The engine is about to execute this node."""
-        self._where = name
+        self._where, self._between = name, False
         self.steps += 1
+
+    def leave(self) -> None:
+        """The node has been executed; what it sends is about to be added to what its consumers have."""
+        self._between = True
 
     def name_gradient(self, gradient: torch.Tensor, name: str) -> None:
         """This tensor is the gradient of a parameter."""
@@ -81,6 +88,8 @@ class Recorder(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         self._note(_tensors((args, kwargs)), str(func), new=False)
+        if self._between and func is torch.ops.aten.add.Tensor and adds_in_place(args[0], self._unshared):
+            return args[0]
         found = func(*args, **kwargs)
         self._note(_tensors(found), str(func), new=True)
         return found

@@ -1,0 +1,107 @@
+"""verify: one real step beside the plan."""
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ._errors import PlanError
+from ._hooks import following
+from ._losses import Models, losses_of, models_of, named_parameters
+from ._measure import Measured, measure
+from ._plan import MIB, Plan
+
+MEASURES = ("gradient_peak_bytes", "backward_peak_bytes", "saved_bytes", "forward_peak_bytes")
+
+
+@dataclass(frozen=True)
+class Verification:
+    """A plan and what one step took."""
+
+    plan: Plan
+    measured: Measured
+
+    def ratio(self, measure: str = "gradient_peak_bytes") -> float:
+        """Measured by predicted bytes; 1.0 if the plan is exact."""
+        predicted, measured = getattr(self.plan, measure), getattr(self.measured, measure)
+        return measured / predicted if predicted else float(measured == 0) or float("inf")
+
+    def within(self, tolerance: float = 0.02) -> bool:
+        """Whether both peaks of the backward pass are as predicted, within this share."""
+        known = ["gradient_peak_bytes"] + ["backward_peak_bytes"] * (self.plan.method == "dry run")
+        return all(abs(self.ratio(name) - 1) <= tolerance for name in known)
+
+    def __str__(self) -> str:
+        lines = [f"{'MiB':22s}{'predicted':>12s}{'measured':>12s}{'ratio':>9s}"]
+        for name in MEASURES:
+            predicted, measured = getattr(self.plan, name), getattr(self.measured, name)
+            label = name.removesuffix("_bytes").replace("_", " ")
+            lines.append(f"{label:22s}{predicted / MIB:12.2f}{measured / MIB:12.2f}{self.ratio(name):9.4f}")
+        lines.append(f"workspaces and caches, apart: {self.measured.workspace_bytes / MIB:.2f} MiB")
+        return "\n".join(lines)
+
+
+def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None = None) -> Verification:
+    """Run one real step as the plan's policy says, and measure what it allocates.
+
+    Forward and backward pass run once (on CUDA twice, the first time unmeasured); nothing is stepped, gradients are
+    what they were before. Random state and buffers, such as running means, advance as in any step.
+
+    Args:
+        plan: of `predict` with the same function, arguments and model.
+        fn, args, model: as for `predict`, but real.
+
+    Returns:
+        Predicted and measured bytes. On CPU those of torch's profiler, on CUDA those asked of the caching allocator.
+
+    Raises:
+        PlanError: the plan is of another model, or something would act on the gradients.
+    """
+    parameters = dict(named_parameters(models_of(fn, model)))
+    _refuse_hooks(parameters)
+    completed: set[str] = set()
+
+    def backward(losses: list[torch.Tensor]) -> None:
+        with following(parameters, plan.policy, lambda name, _: completed.add(name)):
+            torch.autograd.backward(losses)
+        _clear(parameters)
+
+    with _set_aside(parameters):
+        measured = measure(lambda: losses_of(fn(*args)), backward, torch.device(plan.device))
+    _refuse_strange(plan, completed)
+    return Verification(plan, measured)
+
+
+def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    for name, parameter in parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"{name} has a hook that acts on its complete gradient: remove it (close `release`) first"
+            )
+
+
+def _refuse_strange(plan: Plan, completed: set[str]) -> None:
+    planned = {one.name for one in plan.placements}
+    if planned != completed:
+        raise PlanError(
+            f"the plan is of another model: gradients of {sorted(planned ^ completed)[:3]} are in one of them only"
+        )
+
+
+@contextmanager
+def _set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    _clear(parameters)
+    try:
+        yield
+    finally:
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+
+
+def _clear(parameters: Mapping[str, nn.Parameter]) -> None:
+    for parameter in parameters.values():
+        parameter.grad = None
