@@ -1,6 +1,7 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
+from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
 from lf_graph.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, layer_norm_modulate, rms_norm
@@ -11,6 +12,7 @@ __all__ = [
     "KernelUnavailableError",
     "add_layer_norm",
     "add_rms_norm",
+    "gated_residual",
     "gelu_tanh",
     "layer_norm",
     "layer_norm_modulate",

@@ -37,6 +37,17 @@ def require_shape(operator: str, name: str, tensor: Tensor | None, shape: tuple[
         raise ValueError(f"{operator}: {name} is {list(tensor.shape)}: {list(shape)} is expected, {why}")
 
 
+def of_sample(operator: str, name: str, rows: Tensor, x: Tensor) -> Tensor:
+    """``rows`` [B, 1, D] or [B, D] as [B, D], for x [B, ..., D].
+
+    Raises:
+        ValueError: it is neither.
+    """
+    flat = rows.flatten(0, 1) if rows.dim() == 3 and rows.shape[1] == 1 else rows
+    require_shape(operator, name, flat, (x.shape[0], x.shape[-1]), "[batch, width] of x")
+    return flat
+
+
 def output_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     """The dtype asked for; else autocast's, if it is on (and x is not float64); else that of x."""
     if dtype is not None:

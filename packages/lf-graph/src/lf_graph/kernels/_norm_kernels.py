@@ -21,24 +21,11 @@ from torch.library import wrap_triton
 
 from lf_graph.kernels._interpreter import cast, tl, triton
 from lf_graph.kernels._partials import sum_partials
-from lf_graph.kernels._rows import multiprocessors, rows_of
+from lf_graph.kernels._rows import dense, row_stride, rows_of, splits_of
+from lf_graph.kernels._tiles import places, row_of_sample
 from lf_graph.kernels._tunable import Config
 
 # ruff: noqa: N803, constexpr arguments are upper case
-
-
-@triton.jit
-def _places(row, inner, outer_stride, inner_stride, columns):
-    """Element offsets [ROWS, BLOCK] of rows, 64-bit; see ``Rows``."""
-    start = (row // inner).to(tl.int64) * outer_stride + (row % inner).to(tl.int64) * inner_stride
-    return start[:, None] + columns[None, :]
-
-
-@triton.jit
-def _row_of_sample(w, sample, stride, columns, D: tl.constexpr):
-    """A row of weights [1, BLOCK], fp32, 0 beyond D."""
-    row = tl.load(w + sample.to(tl.int64) * stride + columns, mask=columns < D, other=0.0)
-    return row.to(tl.float32)[None, :]
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -58,12 +45,12 @@ def norm_rows(
     columns = tl.arange(0, BLOCK)
     mask = (token < tokens)[:, None] & (columns < D)[None, :]
     contiguous = row.to(tl.int64)[:, None] * D + columns[None, :]
-    h = tl.load(x + _places(row, x_inner, x_outer_stride, x_inner_stride, columns), mask=mask, other=0.0)
+    h = tl.load(x + places(row, x_inner, x_outer_stride, x_inner_stride, columns), mask=mask, other=0.0)
     h = h.to(tl.float32)
     if RESIDUAL:
-        places = _places(row, r_inner, r_outer_stride, r_inner_stride, columns)
+        at = places(row, r_inner, r_outer_stride, r_inner_stride, columns)
         stored = cast(
-            h + tl.load(residual + places, mask=mask, other=0.0).to(tl.float32), summed.dtype.element_ty
+            h + tl.load(residual + at, mask=mask, other=0.0).to(tl.float32), summed.dtype.element_ty
         )
         tl.store(summed + contiguous, stored, mask=mask)
         h = stored.to(tl.float32)  # what the backward will read
@@ -75,10 +62,10 @@ def norm_rows(
     tl.store(statistics + row, inverse, mask=token < tokens)
     h = h * inverse[:, None]
     if WEIGHT:
-        w = _row_of_sample(weight, sample, weight_stride, columns, D)
+        w = row_of_sample(weight, sample, weight_stride, columns, D)
         h = h * (w + 1 if PER_SAMPLE else w)
     if BIAS:
-        h = h + _row_of_sample(bias, sample, bias_stride, columns, D)
+        h = h + row_of_sample(bias, sample, bias_stride, columns, D)
     tl.store(y + contiguous, cast(h, y.dtype.element_ty), mask=mask)
 
 
@@ -103,16 +90,16 @@ def norm_rows_backward(
     dweight = tl.zeros([ROWS, BLOCK], tl.float32)
     dbias = tl.zeros([ROWS, BLOCK], tl.float32)
     if WEIGHT:
-        w = _row_of_sample(weight, sample, weight_stride, columns, D)
+        w = row_of_sample(weight, sample, weight_stride, columns, D)
         if PER_SAMPLE:
             w = w + 1
     for start in range(split * ROWS, tokens, splits * ROWS):
         token = start + tl.arange(0, ROWS)
         row = sample * tokens + token
         mask = (token < tokens)[:, None] & (columns < D)[None, :]
-        places = _places(row, dy_inner, dy_outer_stride, dy_inner_stride, columns)
-        g = tl.load(dy + places, mask=mask, other=0.0).to(tl.float32)
-        h = tl.load(x + _places(row, x_inner, x_outer_stride, x_inner_stride, columns), mask=mask, other=0.0)
+        at = places(row, dy_inner, dy_outer_stride, dy_inner_stride, columns)
+        g = tl.load(dy + at, mask=mask, other=0.0).to(tl.float32)
+        h = tl.load(x + places(row, x_inner, x_outer_stride, x_inner_stride, columns), mask=mask, other=0.0)
         h = h.to(tl.float32)
         inverse = tl.load(statistics + row, mask=token < tokens, other=0.0)[:, None]
         if CENTRED:
@@ -129,8 +116,8 @@ def norm_rows_backward(
             out = out - (tl.sum(g, axis=1) / D)[:, None]
         out = out * inverse
         if DSUMMED:
-            places = _places(row, ds_inner, ds_outer_stride, ds_inner_stride, columns)
-            out += tl.load(dsummed + places, mask=mask, other=0.0).to(tl.float32)
+            at = places(row, ds_inner, ds_outer_stride, ds_inner_stride, columns)
+            out += tl.load(dsummed + at, mask=mask, other=0.0).to(tl.float32)
         contiguous = row.to(tl.int64)[:, None] * D + columns[None, :]
         tl.store(dx + contiguous, cast(out, dx.dtype.element_ty), mask=mask)
         if BRANCH:
@@ -170,29 +157,21 @@ class Norm(NamedTuple):
         return self.weight is not None and self.weight.dim() == 2
 
 
-def _stride(w: Tensor | None) -> int:
-    return w.stride(0) if w is not None and w.dim() == 2 else 0
-
-
-def _dense(w: Tensor | None) -> Tensor | None:
-    return w if w is None or w.stride(-1) == 1 else w.contiguous()
-
-
 def norm_forward(
     config: Config, x: Tensor, residual: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in ``dtype``, x + residual (empty without one) in their common dtype, statistics fp32 [1 or 2, rows]."""
     rows, width = rows_of(x), x.shape[-1]
     others = rows if residual is None else rows_of(residual)
-    weight, bias = _dense(norm.weight), _dense(norm.bias)
+    weight, bias = (w if w is None else dense(w) for w in (norm.weight, norm.bias))
     y, summed, statistics = norm_outputs(x, residual, norm.centred, dtype)
     if rows.number == 0 or width == 0:
         return y, summed, statistics
     tokens = rows.number // norm.samples
     with torch.cuda.device_of(x):  # Triton launches on the current device
         wrap_triton(norm_rows)[(norm.samples * triton.cdiv(tokens, config["ROWS"]),)](
-            *rows.arguments(), *others.arguments(), x if weight is None else weight, _stride(weight),
-            x if bias is None else bias, _stride(bias), y, summed, statistics, tokens, norm.eps,
+            *rows.arguments(), *others.arguments(), x if weight is None else weight, row_stride(weight),
+            x if bias is None else bias, row_stride(bias), y, summed, statistics, tokens, norm.eps,
             D=width, BLOCK=triton.next_power_of_2(width), ROWS=config["ROWS"], CENTRED=norm.centred,
             RESIDUAL=residual is not None, WEIGHT=weight is not None, BIAS=bias is not None,
             PER_SAMPLE=norm.per_sample, num_warps=config.num_warps, num_stages=config.num_stages,
@@ -239,17 +218,17 @@ def norm_backward(
     """dx (with ``dsummed`` added), its copy (or empty), and sums [weight + bias, samples, D]."""
     rows, width, samples = rows_of(x), x.shape[-1], norm.samples
     grads, adds = rows_of(dy), rows if dsummed is None else rows_of(dsummed)
-    weight = _dense(norm.weight)
+    weight = None if norm.weight is None else dense(norm.weight)
     dx, branch, _ = backward_outputs(x, samples, wanted)
     number = wanted.weight + wanted.bias
     tokens = rows.number // samples if samples else 0
-    splits = _splits(config, samples, tokens, x.device)
+    splits = splits_of(config["PROGRAMS"], samples, -(-tokens // config["ROWS"]), x.device)
     partials = x.new_empty((number, samples, splits, width), dtype=torch.float32)
     if samples and width:
         with torch.cuda.device_of(x):
             wrap_triton(norm_rows_backward)[(samples * splits,)](
                 *grads.arguments(), *adds.arguments(), *rows.arguments(),
-                x if weight is None else weight, _stride(weight), statistics, dx, branch, partials, tokens, splits,
+                x if weight is None else weight, row_stride(weight), statistics, dx, branch, partials, tokens, splits,
                 D=width, BLOCK=triton.next_power_of_2(width), ROWS=config["ROWS"], CENTRED=norm.centred,
                 DSUMMED=dsummed is not None, WEIGHT=weight is not None, PER_SAMPLE=norm.per_sample,
                 BRANCH=wanted.branch is not None, DWEIGHT=wanted.weight, DBIAS=wanted.bias,
@@ -257,13 +236,6 @@ def norm_backward(
             )  # fmt: skip
             return dx, branch, sum_partials(partials, wanted.dtype)
     return dx, branch, partials.sum(2).to(wanted.dtype)
-
-
-def _splits(config: Config, samples: int, tokens: int, device: torch.device) -> int:
-    """Programs that share a sample's rows; the numbers depend on it, so it depends on shapes and card only."""
-    programs = multiprocessors(device) * config["PROGRAMS"]
-    tiles = -(-tokens // config["ROWS"])
-    return max(1, min(programs // max(samples, 1), tiles))
 
 
 def backward_outputs(x: Tensor, samples: int, wanted: Wanted) -> tuple[Tensor, Tensor, Tensor]:

@@ -57,3 +57,26 @@ def multiprocessors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETED_MULTIPROCESSORS
     return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def splits_of(per_multiprocessor: int, shares: int, tiles: int, device: torch.device) -> int:
+    """Programs that walk one of ``shares`` equal parts of the rows, of ``tiles`` tiles each.
+
+    The sums they leave depend on it, so it depends on shapes and the card alone.
+    """
+    return max(1, min(multiprocessors(device) * per_multiprocessor // max(shares, 1), tiles))
+
+
+def samples_of(*weights: Tensor | None) -> int:
+    """Samples that have a row of weights of their own: those of [samples, D]; 1 where all share [D]."""
+    return max((w.shape[0] for w in weights if w is not None and w.dim() == 2), default=1)
+
+
+def row_stride(w: Tensor | None) -> int:
+    """From one sample's row of weights to the next; 0 where all share one."""
+    return w.stride(0) if w is not None and w.dim() == 2 else 0
+
+
+def dense(w: Tensor) -> Tensor:
+    """Weights whose rows are neighbouring elements."""
+    return w if w.stride(-1) == 1 else w.contiguous()

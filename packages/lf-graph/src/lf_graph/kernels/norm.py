@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lf_graph.kernels._checks import output_dtype, require_floats, require_shape, wide
+from lf_graph.kernels._checks import of_sample, output_dtype, require_floats, require_shape, wide
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 from lf_graph.kernels._rows import MAX_WIDTH
@@ -127,15 +127,8 @@ def layer_norm_modulate(
     name = "layer_norm_modulate"
     if x.dim() < 2:
         raise ValueError(f"{name}: x is {list(x.shape)}: [batch, ..., width] is expected")
-    shift, scale = (_of_sample(name, label, t, x) for label, t in (("shift", shift), ("scale", scale)))
+    shift, scale = (of_sample(name, label, t, x) for label, t in (("shift", shift), ("scale", scale)))
     return _norm(name, x, None, scale, shift, eps, True, dtype, implementation)[0]
-
-
-def _of_sample(operator: str, name: str, rows: Tensor, x: Tensor) -> Tensor:
-    """[B, 1, D] or [B, D] to [B, D]."""
-    flat = rows.flatten(0, 1) if rows.dim() == 3 and rows.shape[1] == 1 else rows
-    require_shape(operator, name, flat, (x.shape[0], x.shape[-1]), "[batch, width] of x")
-    return flat
 
 
 def _norm(
