@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lf_graph._errors import GraphError
-from lf_graph._moe_experts import ExpertBackend, Experts, choose_backend
+from lf_graph._moe_experts import ExpertBackend, Experts, check_backend_name, choose_backend
 from lf_graph._moe_route import Routing, gather_sum, load_balance_loss, route, router_z_loss, spread
 
 
@@ -76,7 +76,7 @@ class MoE(nn.Module):
                 f"hidden {hidden!r}, ffn {ffn!r}, experts {experts!r} and top_k {top_k!r} must be whole numbers "
                 "above 0, top_k <= experts"
             )
-        choose_backend(torch.device("cpu"), torch.float32, (), backend)  # a wrong name is known here
+        check_backend_name(backend)
         self.hidden, self.ffn, self.top_k, self.normalize = hidden, ffn, top_k, normalize
         self.balance_weight, self.z_weight = balance_weight, z_weight
         self.router_fp32, self.requested_backend = router_fp32, backend
@@ -170,6 +170,8 @@ class MoE(nn.Module):
     def _experts(self, x: Tensor, r: Routing, keep: Tensor | None) -> Tensor:
         backend = self.expert_backend(x.device, x.dtype)
         weight = row_weights(r.weights, r.order, r.inverse, keep)
+        if backend.name == "triton":  # rows of tokens that are not kept lie behind the last expert's: zero
+            return self.experts.on_tokens(x, weight, r)
         rows = self.experts(spread(x, r.tokens, r.inverse, keep), weight, r.offsets, backend.product)
         return gather_sum(rows, r.tokens, r.inverse, keep)
 

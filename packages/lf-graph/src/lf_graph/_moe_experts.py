@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, cast
+from typing import Any, Literal, cast, get_args
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from lf_graph._errors import GraphError
+from lf_graph._moe_route import Routing
+from lf_graph.kernels._inputs import triton_computes
+from lf_graph.kernels.grouped_experts import grouped_experts
+from lf_graph.kernels.grouped_gemm import grouped_gemm
+from lf_graph.kernels.swiglu import swiglu_plain
 
-BackendName = Literal["grouped_mm", "masked_dense"]
+BackendName = Literal["grouped_mm", "masked_dense", "triton"]
 GroupedProduct = Callable[[Tensor, Tensor, Tensor], Tensor]
 ALIGNMENT = 16  # bytes between rows that torch's grouped product asks for
 
@@ -23,7 +28,8 @@ class ExpertBackend:
     """The grouped product that runs, and why it was chosen.
 
     ``grouped_mm`` does the work of each row once. ``masked_dense`` computes every expert on every row and selects:
-    as exact, as free of read-backs, but it costs ``experts`` times the work.
+    as exact, as free of read-backs, but it costs ``experts`` times the work. ``triton`` is
+    :func:`lf_graph.kernels.grouped_experts`: it reads and adds tokens' rows where they are, and runs on request.
 
     Attributes:
         name: of the product.
@@ -38,9 +44,21 @@ class ExpertBackend:
     @property
     def product(self) -> GroupedProduct:
         """(x [R, K], w [E, K, N], offsets int32 [E]) -> [R, N]; rows from ``offsets[-1]`` on are undefined."""
+        if self.name == "triton":
+            return grouped_gemm
         if self.name == "masked_dense":
             return masked_dense
         return grouped_mm_clearing_idle if self.clear_idle else grouped_mm
+
+
+def check_backend_name(requested: str) -> None:
+    """Refuses what is no backend.
+
+    Raises:
+        GraphError: naming those there are.
+    """
+    if requested not in ("auto", *get_args(BackendName)):
+        raise GraphError(f"no MoE backend {requested!r}; write auto, {', '.join(get_args(BackendName))}")
 
 
 def choose_backend(
@@ -52,13 +70,16 @@ def choose_backend(
         device: where the experts run.
         dtype: of the product.
         dims: widths of all operands; ``grouped_mm`` needs rows that are multiples of 16 bytes.
-        requested: ``auto``, ``grouped_mm`` or ``masked_dense``.
+        requested: ``auto``, ``grouped_mm``, ``masked_dense`` or ``triton``.
 
     Raises:
-        GraphError: ``grouped_mm`` was requested and cannot run here without waiting for the host.
+        GraphError: ``grouped_mm`` was requested and cannot run here without waiting for the host, or ``triton`` and it
+            cannot run.
     """
-    if requested not in ("auto", "grouped_mm", "masked_dense"):
-        raise GraphError(f"no MoE backend {requested!r}; write auto, grouped_mm or masked_dense")
+    check_backend_name(requested)
+    if requested == "triton":
+        triton_computes("MoE", "triton", dtype, device)
+        return ExpertBackend("triton", "requested")
     if requested == "masked_dense":
         return ExpertBackend("masked_dense", "requested")
     obstacle = _obstacle(device, dtype, dims)
@@ -154,35 +175,8 @@ def weighted_swiglu(gate_up: Tensor, weight: Tensor) -> Tensor:
     Returns:
         [R, F] of the dtype of gate_up.
     """
-    out: Tensor = _WeightedSwiGLU.apply(gate_up, weight)  # type: ignore[no-untyped-call]
-    return out
-
-
-class _WeightedSwiGLU(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, gate_up: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(gate_up, weight)
-        gate, up = _halves(gate_up)
-        out = F.silu(gate) * up * weight[:, None]
-        # torch 2.11 compiles a forward that ends in a cast to its own dtype to one without gradients
-        return out if out.dtype == gate_up.dtype else out.to(gate_up.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:
-        gate_up, weight = ctx.saved_tensors
-        gate, up = _halves(gate_up)
-        sigmoid = torch.sigmoid(gate)
-        silu, grad = gate * sigmoid, grads[0].to(gate.dtype)
-        grad_weight = (grad * silu * up).sum(dim=-1)
-        grad = grad * weight[:, None]
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return torch.cat((grad_gate, grad * silu), dim=-1).to(gate_up.dtype), grad_weight.to(weight.dtype)
-
-
-def _halves(gate_up: Tensor) -> tuple[Tensor, Tensor]:
-    wide = gate_up.to(torch.promote_types(gate_up.dtype, torch.float32))
-    gate, up = wide.chunk(2, dim=-1)
-    return gate, up
+    gate, up = gate_up.chunk(2, dim=-1)
+    return swiglu_plain(gate, up, weight)
 
 
 class Experts(nn.Module):
@@ -204,3 +198,9 @@ class Experts(nn.Module):
         """rows [R, hidden] sorted by expert, weight [R], offsets int32 [E]; returns [R, hidden] of their dtype."""
         hidden = weighted_swiglu(product(rows, self.gate_up.to(rows.dtype), offsets), weight)
         return product(hidden, self.down.to(rows.dtype), offsets)
+
+    def on_tokens(self, x: Tensor, weight: Tensor, routing: Routing) -> Tensor:
+        """x [N, hidden], weight [R] of each row; returns the sum of each token's experts, by Triton kernels."""
+        gate_up, down = self.gate_up.to(x.dtype), self.down.to(x.dtype)
+        places = (routing.offsets, routing.tokens, routing.inverse)
+        return grouped_experts(x, gate_up, down, weight, *places, implementation="triton")

@@ -3,6 +3,8 @@
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
+from lf_graph.kernels.grouped_experts import grouped_experts
+from lf_graph.kernels.grouped_gemm import grouped_gemm
 from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
 from lf_graph.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, layer_norm_modulate, rms_norm
 from lf_graph.kernels.swiglu import swiglu
@@ -14,6 +16,8 @@ __all__ = [
     "add_rms_norm",
     "gated_residual",
     "gelu_tanh",
+    "grouped_experts",
+    "grouped_gemm",
     "layer_norm",
     "layer_norm_modulate",
     "linear_cross_entropy",

@@ -11,21 +11,28 @@ KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def runs_on_triton(operator: str, implementation: Implementation, x: Tensor) -> bool:
-    """Whether ``operator`` runs as Triton kernels on ``x``; float64 and the meta device always take the plain twin.
+    """Whether ``operator`` runs as Triton kernels on ``x``; see :func:`triton_computes`."""
+    return triton_computes(operator, implementation, x.dtype, x.device)
+
+
+def triton_computes(
+    operator: str, implementation: Implementation, dtype: torch.dtype, device: torch.device
+) -> bool:
+    """Whether ``operator`` runs as Triton kernels; in float64 and on the meta device it always takes the plain twin.
 
     Raises:
-        KernelUnavailableError: ``implementation="triton"`` cannot run here, or not in the dtype of ``x``.
-        TypeError: ``x`` is no tensor of floats.
+        KernelUnavailableError: ``implementation="triton"`` cannot run on this device, or not in this dtype.
+        TypeError: no dtype of floats.
     """
-    if not x.dtype.is_floating_point:
-        raise TypeError(f"{operator} takes tensors of floats, not {x.dtype}")
-    if x.dtype in KERNEL_DTYPES and x.device.type != "meta":
-        return use_triton(operator, implementation, x.device)
+    if not dtype.is_floating_point:
+        raise TypeError(f"{operator} takes tensors of floats, not {dtype}")
+    if dtype in KERNEL_DTYPES and device.type != "meta":
+        return use_triton(operator, implementation, device)
     if implementation == "triton":
         raise KernelUnavailableError(
-            f"{operator}: implementation='triton' computes in float32 on a device, not for {x.dtype} on {x.device}"
+            f"{operator}: implementation='triton' computes in float32 on a device, not for {dtype} on {device}"
         )
-    return use_triton(operator, "plain", x.device)
+    return use_triton(operator, "plain", device)
 
 
 def as_rows(x: Tensor) -> Tensor:

@@ -86,22 +86,33 @@ class _Plain(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
         ctx.save_for_backward(gate, up, weight)
-        out = F.silu(_wide(gate)) * _wide(up)
-        out = out if weight is None else out * weight[..., None]
-        # torch 2.11 compiles a forward that ends in a cast to its own dtype to one without gradients
-        return out if out.dtype == gate.dtype else out.to(gate.dtype)
+        return swiglu_value(gate, up, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-        saved, saved_up, weight = ctx.saved_tensors
-        gate, up, grad = _wide(saved), _wide(saved_up), _wide(grads[0])
-        sigmoid = torch.sigmoid(gate)
-        silu, grad_weight = gate * sigmoid, None
-        if weight is not None:
-            grad_weight = (grad * silu * up).sum(dim=-1)
-            grad = grad * weight[..., None]
-        grad_gate = grad * up * (sigmoid + silu * (1 - sigmoid))
-        return grad_gate.to(saved.dtype), (grad * silu).to(saved.dtype), grad_weight
+        return swiglu_gradients(grads[0], *ctx.saved_tensors)
+
+
+def swiglu_value(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
+    """The plain forward, without autograd."""
+    out = F.silu(_wide(gate)) * _wide(up)
+    out = out if weight is None else out * weight[..., None]
+    # torch 2.11 compiles a forward that ends in a cast to its own dtype to one without gradients
+    return out if out.dtype == gate.dtype else out.to(gate.dtype)
+
+
+def swiglu_gradients(
+    grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """The plain backward: gradients of gate, up and weight."""
+    wide_gate, wide_up, wide = _wide(gate), _wide(up), _wide(grad)
+    sigmoid = torch.sigmoid(wide_gate)
+    silu, to_weight = wide_gate * sigmoid, None
+    if weight is not None:
+        to_weight = (wide * silu * wide_up).sum(dim=-1)
+        wide = wide * weight[..., None]
+    to_gate = wide * wide_up * (sigmoid + silu * (1 - sigmoid))
+    return to_gate.to(gate.dtype), (wide * silu).to(gate.dtype), to_weight
 
 
 def _wide(x: Tensor) -> Tensor:
