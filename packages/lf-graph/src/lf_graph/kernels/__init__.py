@@ -7,6 +7,7 @@ from lf_graph.kernels.grouped_experts import grouped_experts
 from lf_graph.kernels.grouped_gemm import grouped_gemm
 from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
 from lf_graph.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, layer_norm_modulate, rms_norm
+from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
 
 __all__ = [
@@ -21,6 +22,8 @@ __all__ = [
     "layer_norm",
     "layer_norm_modulate",
     "linear_cross_entropy",
+    "packed_positions",
     "rms_norm",
+    "rope",
     "swiglu",
 ]
