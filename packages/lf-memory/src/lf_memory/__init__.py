@@ -19,6 +19,7 @@ from ._variable import VariablePool
 if TYPE_CHECKING:
     from .gradients import Plan as Plan
     from .gradients import predict as predict
+    from .gradients import release as release
     from .gradients import verify as verify
 
 __all__ = [
@@ -45,6 +46,7 @@ _GRADIENTS = frozenset(
     {
         "Plan",
         "predict",
+        "release",
         "verify",
     }
 )

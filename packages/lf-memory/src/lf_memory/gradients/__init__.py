@@ -5,6 +5,9 @@ from ._measure import Measured
 from ._plan import GRADIENTS, Lifetime, Placement, Plan, Slots
 from ._policy import Mode, Policy
 from ._predict import predict
+from ._release import ReleaseHandle, release
+from ._release_errors import ReleaseError
+from ._release_stats import ReleaseStats
 from ._store import read_plan, write_plan
 from ._verify import Verification, verify
 
@@ -17,10 +20,14 @@ __all__ = [
     "Plan",
     "PlanError",
     "Policy",
+    "ReleaseError",
+    "ReleaseHandle",
+    "ReleaseStats",
     "Slots",
     "Verification",
     "predict",
     "read_plan",
+    "release",
     "verify",
     "write_plan",
 ]
