@@ -17,6 +17,7 @@ from ._trace import TraceEvent
 from ._variable import VariablePool
 
 if TYPE_CHECKING:
+    from .gradients import GradientArena as GradientArena
     from .gradients import Plan as Plan
     from .gradients import predict as predict
     from .gradients import release as release
@@ -44,6 +45,7 @@ __version__ = "0.1.0"
 
 _GRADIENTS = frozenset(
     {
+        "GradientArena",
         "Plan",
         "predict",
         "release",

@@ -5,6 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from lf_memory.gradients import PlanError
+from lf_memory.gradients._json import _check_placements
+from lf_memory.gradients._layout import lay_out
 from lf_memory.gradients._offsets import Span, aligned, peak_bytes, place
 from lf_memory.gradients._policy import Policy, last_steps
 
@@ -76,6 +78,18 @@ def test_a_gradient_lives_until_its_bucket_is_full(sizes):
         waiting = [e for s, e in zip(steps, ends, strict=True) if s <= steps[at] < e]
         assert bool(waiting) == (not full)
         held = 0 if full else held
+
+
+@given(sizes, st.sampled_from(["fused", "bucket", "all-alive"]), st.integers(1, 2), st.integers(1, 300))
+def test_gradients_of_any_pass_are_laid_out_apart_and_close_together(sizes, mode, accumulation, bucket_bytes):
+    policy = Policy(mode, bucket_bytes, accumulation)
+    completed = {str(at): (2 * at, size) for at, size in enumerate(sizes)}
+    placements = lay_out(completed, policy, 100)
+    _check_placements(placements, 100)  # raises if two that live at one time overlap
+    assert [one.name for one in placements] == list(completed)
+    for bucket in policy.buckets(sizes):
+        for at in bucket[1:]:
+            assert placements[at].offset == aligned(placements[at - 1].offset + placements[at - 1].nbytes)
 
 
 def test_modes_end_lives_where_they_say():

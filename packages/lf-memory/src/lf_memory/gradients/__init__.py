@@ -1,5 +1,6 @@
 """Gradient memory: predict it, check the prediction, lay it out. Needs torch: pip install lf-memory[torch]."""
 
+from ._arena import ArenaStats, Bucket, GradientArena
 from ._errors import PlanError
 from ._measure import Measured
 from ._plan import GRADIENTS, Lifetime, Placement, Plan, Slots
@@ -13,6 +14,9 @@ from ._verify import Verification, verify
 
 __all__ = [
     "GRADIENTS",
+    "ArenaStats",
+    "Bucket",
+    "GradientArena",
     "Lifetime",
     "Measured",
     "Mode",

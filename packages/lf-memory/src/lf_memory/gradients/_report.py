@@ -1,6 +1,9 @@
 """A plan in words and numbers."""
 
-from ._plan import GRADIENTS, MIB, Kind, Plan
+from dataclasses import asdict
+from typing import get_args
+
+from ._plan import GRADIENTS, LASTING, MIB, Count, Kind, Plan
 
 ROWS: tuple[tuple[str, tuple[Kind, ...]], ...] = (
     ("parameter gradients", ("parameter",)),
@@ -41,3 +44,32 @@ def _shares(plan: Plan, kinds: tuple[Kind, ...]) -> str:
         f"{kinds[0]} gradients that live < 3 and < 5 steps: {by_buffer[0]} and {by_buffer[1]} of buffers, "
         f"{by_slot[0]} and {by_slot[1]} of node inputs"
     )
+
+
+def summary(plan: Plan) -> dict[str, object]:
+    """The numbers of a plan for other programs; bytes, and shares from 0 to 1 with what they count."""
+    shares = {
+        f"{kind} gradients below {steps} steps, share of {count}s": plan.share_below(steps, count, [kind])
+        for kind in LASTING
+        for steps in (3, 5)
+        for count in get_args(Count)
+    }
+    return {
+        "key": plan.key,
+        "method": plan.method,
+        "policy": asdict(plan.policy),
+        "torch": plan.torch_version,
+        "device": plan.device,
+        "steps": plan.steps,
+        "parameter_bytes": plan.total("parameter"),
+        "parameter_peak_bytes": plan.parameter_peak_bytes,
+        "activation_peak_bytes": plan.peak("activation"),
+        "gradient_peak_bytes": plan.gradient_peak_bytes,
+        "saved_bytes": plan.saved_bytes,
+        "backward_peak_bytes": plan.backward_peak_bytes,
+        "forward_peak_bytes": plan.forward_peak_bytes,
+        "arena_bytes": plan.arena_bytes,
+        "arena_bound_bytes": plan.arena_bound_bytes,
+        "reuse": plan.reuse,
+        "shares": shares,
+    }

@@ -1,7 +1,6 @@
 """Plans in files: found by key, checked in full, made anew when they do not fit."""
 
 import contextlib
-import json
 import os
 import secrets
 from collections.abc import Callable
@@ -96,8 +95,3 @@ def _keep_foreign(target: Path) -> None:
         read_plan(target)
     except PlanError:
         os.replace(target, target.with_name(target.name + ".bad"))
-
-
-def save_json(plan: Plan) -> str:
-    """The plan alone, without a checksum, for other programs to read."""
-    return json.dumps(json.loads(to_text(plan))["plan"], indent=1)

@@ -1,0 +1,89 @@
+"""python -m lf_memory.gradients report, as a user runs it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from lf_memory.gradients.__main__ import main
+
+CASE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Loss(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64))
+    def forward(self, x):
+        return F.mse_loss(self.net(x), x)
+
+def small():
+    return Loss(256), (torch.ones(8, 64),)
+
+def huge():  # 16 TiB
+    model = Loss(2**36)
+    return (lambda x: model(x), [torch.ones(1, 64)], model)
+
+def wrong():
+    return Loss(8)
+"""
+
+
+@pytest.fixture
+def case(tmp_path, monkeypatch):
+    (tmp_path / "some_case.py").write_text(CASE)
+    monkeypatch.syspath_prepend(tmp_path)
+    yield "some_case"
+    sys.modules.pop("some_case", None)
+
+
+def test_a_report_is_printed_for_each_mode_and_verified(case, tmp_path):
+    result = subprocess.run(
+        [sys.executable, "-m", "lf_memory.gradients", "report", f"{case}:small", "--verify"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert result.returncode == 0, result.stderr
+    for words in ("all-alive, by dry run", "fused, by", "bucket of 25 MiB, by", "One step, fused", "1.0000"):
+        assert words in result.stdout
+
+
+def test_json_says_what_is_counted(case, capsys):
+    assert (
+        main(["report", f"{case}:small", "--mode", "fused", "--verify", "--json", "--accumulation", "2"]) == 0
+    )
+    document = json.loads(capsys.readouterr().out)
+    (plan,) = document["plans"]
+    assert plan["policy"] == {"mode": "fused", "bucket_bytes": 25 << 20, "accumulation": 2}
+    assert plan["parameter_peak_bytes"] == plan["arena_bound_bytes"] == (2 * 64 * 256 + 256 + 64) * 4
+    assert "parameter gradients below 3 steps, share of slots" in plan["shares"]
+    assert "activation gradients below 5 steps, share of buffers" in plan["shares"]
+    assert document["verified"][0]["ratio"] == pytest.approx(1, abs=0.02)
+
+
+def test_a_model_larger_than_memory_is_planned(case, capsys):
+    assert main(["report", f"{case}:huge", "--mode", "fused", "--json"]) == 0
+    (plan,) = json.loads(capsys.readouterr().out)["plans"]
+    assert plan["parameter_peak_bytes"] == 65 * 2**36 * 4  # weight and bias of one layer
+
+
+def test_plans_are_kept_and_rebuilt(case, capsys, tmp_path):
+    arguments = ["report", f"{case}:small", "--mode", "fused", "--dag-cache-path", str(tmp_path / "dag.json")]
+    for extra, origin in ([], "made: "), ([], "read from"), (["--rebuild-dag"], "made: asked to rebuild"):
+        assert main(arguments + extra) == 0
+        assert origin in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", ["some_case:nothing", "no_such_module:x", "some_case", "some_case:wrong", ":small"]
+)
+def test_a_case_that_is_none_is_named(case, capsys, name):
+    assert main(["report", name]) == 1
+    error = capsys.readouterr().err
+    assert name.split(":")[0] in error
+    assert "module:callable" in error or "return (fn, args)" in error
