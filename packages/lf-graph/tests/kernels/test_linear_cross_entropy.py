@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -225,6 +226,32 @@ def test_large_logits_do_not_overflow(implementation: Implementation) -> None:
     loss, _ = linear_cross_entropy(hidden, weight, targets, implementation=implementation)
     expected, expected_gradients = reference(hidden, weight, targets)
     assert_near([loss.detach(), *gradients(hidden, weight, loss=loss)], [expected, *expected_gradients])
+
+
+@pytest.fixture
+def _new_memory_is_nan() -> Iterator[None]:
+    """Memory that nothing was written to holds NaN."""
+    before = (
+        torch.are_deterministic_algorithms_enabled(),
+        torch.is_deterministic_algorithms_warn_only_enabled(),
+    )
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    yield
+    torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+
+
+@pytest.mark.usefixtures("_new_memory_is_nan")
+@pytest.mark.parametrize("implementation", BOTH)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("vocab", [333, 64])
+def test_what_new_memory_held_does_not_matter(
+    implementation: Implementation, dtype: torch.dtype, vocab: int
+) -> None:
+    hidden, weight, targets = inputs(80, vocab, dtype=dtype)
+    assert torch.empty(3, device=DEVICE).isnan().all()
+    loss, _ = linear_cross_entropy(hidden, weight, targets, chunk=32, implementation=implementation)
+    assert_near(gradients(hidden, weight, loss=loss), reference(hidden, weight, targets)[1], slack=2)
 
 
 @pytest.mark.parametrize("implementation", BOTH)

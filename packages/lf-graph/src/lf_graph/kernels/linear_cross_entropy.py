@@ -67,7 +67,8 @@ def linear_cross_entropy(
         label_smoothing: as in ``torch.nn.functional.cross_entropy``.
         chunk: tokens in a chunk; by default an eleventh of them in whole tiles of 128, and at least 1024.
         accumulate_fp32: sum the chunks' gradients of a narrower weight in float32, which takes 4 bytes for each of its
-            elements until the forward pass ends. False sums in its own dtype, which rounds once a chunk.
+            elements until the forward pass ends. False sums in its own dtype, which rounds once a chunk: in bf16, 11
+            chunks made the gradient's error 3.2 times that of the unfused operators (8192 tokens, on a CPU).
         implementation: "plain", "triton", or "auto": Triton on a GPU, but plain for float64.
 
     Returns:
@@ -191,6 +192,8 @@ class _Chunks:
         self.matrix = weight.to(dtype)
         self._offset = None if bias is None else bias.to(dtype)
         self._buffer = hidden.new_empty((self.size, -(-self.vocab // _ALIGNED) * _ALIGNED), dtype=dtype)
+        # oneDNN reads bf16 in pairs: of an odd vocabulary one column too many, times zero, which NaN survives.
+        self._buffer[:, self.vocab :].zero_()
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first token, its chunk of hidden [rows, dim], logits [rows, vocab])."""
