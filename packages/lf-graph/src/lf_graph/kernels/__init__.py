@@ -1,6 +1,7 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
+from lf_graph.kernels.attention import attention_lengths, varlen_attention
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.grouped_experts import grouped_experts
@@ -15,6 +16,7 @@ __all__ = [
     "KernelUnavailableError",
     "add_layer_norm",
     "add_rms_norm",
+    "attention_lengths",
     "gated_residual",
     "gelu_tanh",
     "grouped_experts",
@@ -26,4 +28,5 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "varlen_attention",
 ]

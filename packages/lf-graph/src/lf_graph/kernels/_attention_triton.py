@@ -1,0 +1,262 @@
+"""Operators and launches of the attention kernels, and what the tuner may change about them.
+
+``lf_graph::attention_forward(q, k, v, offsets_q, offsets_k, sequences, packed, causal, scale) -> (out, lse)``, and
+``attention_dq`` and ``attention_dkv``, its gradients. ``packed`` offsets are cu_seqlens; else they are the lengths of
+sequences padded to capacity / sequences rows, or None when every row is used.
+"""
+
+# mypy: disable-error-code="untyped-decorator"
+# torch.library's decorators have no types.
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import wrap_triton
+
+from lf_graph.kernels import _attention_kernels as kernels
+from lf_graph.kernels._attention_tiles import FULL, PACKED, PADDED
+from lf_graph.kernels._attention_tuning import DKV, DQ, FORWARD, head_parts, key_of, power_of_two
+from lf_graph.kernels._interpreter import operator
+from lf_graph.kernels._tunable import Config, Tunable, config_of
+
+_WIDE = 8  # elements; 16 bytes of bf16, the widest access
+_LANES = 1024  # offsets read at once at most
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How rows belong to sequences, as the kernels take it."""
+
+    offsets_q: Tensor | None
+    offsets_k: Tensor | None
+    sequences: int
+    packed: bool
+    causal: bool
+    scale: float
+
+    def arguments(self, q: Tensor, k: Tensor) -> dict[str, Any]:
+        """Keyword arguments shared by the kernels, for q [capacity_q, heads, head_dim] and k."""
+        pitch_q, pitch_k = (0, 0) if self.packed else (len(x) // self.sequences for x in (q, k))
+        return {
+            "offsets_q": q if self.offsets_q is None else self.offsets_q,
+            "offsets_k": q if self.offsets_k is None else self.offsets_k,
+            "sequences": self.sequences,
+            "pitch_q": pitch_q,
+            "pitch_k": pitch_k,
+            "capacity_q": len(q),
+            "capacity_k": len(k),
+            "scale2": self.scale * math.log2(math.e),
+            "LAYOUT_Q": self._kind(self.offsets_q),
+            "LAYOUT_K": self._kind(self.offsets_k),
+            "CAUSAL": self.causal,
+            "GROUP": q.shape[1] // k.shape[1],
+            "HEAD_DIM": q.shape[2],
+            "LANES": min(_LANES, max(16, power_of_two(self.sequences))) if self.packed else 16,
+        }
+
+    def _kind(self, offsets: Tensor | None) -> int:
+        kind = PACKED if self.packed else FULL if offsets is None else PADDED
+        return int(kind.value)
+
+    def tiles(self, capacity: int, block: int) -> int:
+        """Programs that cover all rows of a head, whatever the lengths."""
+        if self.packed:
+            return capacity // block + self.sequences
+        return self.sequences * -(-capacity // self.sequences // block)
+
+    def config(self, tunable: Tunable, q: Tensor) -> Config:
+        """The configuration of this problem."""
+        return config_of(tunable, key_of(q, self.sequences, self.causal))
+
+
+def _strides(**tensors: Tensor) -> dict[str, int]:
+    """Row and head strides in units of ALIGN elements."""
+    found = {f"{part}_{n}": x.stride(i) for n, x in tensors.items() for i, part in enumerate(("row", "head"))}
+    align = _WIDE if all(stride % _WIDE == 0 for stride in found.values()) else 1
+    return {**{name: stride // align for name, stride in found.items()}, "ALIGN": align}
+
+
+def dense_heads(x: Tensor) -> Tensor:
+    """x itself if its head elements are neighbours (a part of a fused projection is), else a copy."""
+    return x if x.stride(2) == 1 and x.stride(0) > 0 and x.stride(1) > 0 else x.contiguous()
+
+
+def _constants(config: Config, head_dim: int) -> dict[str, int]:
+    low, high = head_parts(head_dim, bool(config["SPLIT"]))
+    chosen = {name: value for name, value in config.keywords().items() if name != "SPLIT"}
+    return {**chosen, "LOW": low, "HIGH": high}
+
+
+def terms_width(config: Config) -> int:
+    """Columns in which ``backward_keys`` loads two numbers a query: at least one element a thread; see there."""
+    return max(2, 32 * config.num_warps // config["BLOCK_M"])
+
+
+def launch_forward(
+    q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: Config | None = None
+) -> tuple[Tensor, Tensor]:
+    """out like q, and the base-2 log-sum-exp fp32 [heads, capacity_q]."""
+    capacity, heads, head_dim = q.shape
+    lse = q.new_empty((heads, capacity), dtype=torch.float32)
+    if capacity == 0 or layout.sequences == 0:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), lse.fill_(math.inf)
+    q, k, v = map(dense_heads, (q, k, v))
+    out = torch.empty_like(q, memory_format=torch.contiguous_format)
+    config = config or layout.config(FORWARD, q)
+    grid = (layout.tiles(capacity, config["BLOCK_M"]) * heads,)
+    wrap_triton(kernels.forward)[grid](
+        q=q, k=k, v=v, out=out, lse=lse, heads=heads,
+        **layout.arguments(q, k), **_strides(q=q, k=k, v=v), **_constants(config, head_dim),
+    )  # fmt: skip
+    return out, lse
+
+
+def launch_dq(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    layout: Layout,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dq like q, and for ``launch_dkv`` -lse and sum(out * gradient), fp32 [heads, capacity_q, 2]."""
+    capacity, heads, head_dim = q.shape
+    terms = lse.new_empty((*lse.shape, 2))
+    if capacity == 0 or layout.sequences == 0:
+        return torch.zeros_like(q, memory_format=torch.contiguous_format), terms.zero_()
+    q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
+    dq = torch.empty_like(q, memory_format=torch.contiguous_format)
+    config = config or layout.config(DQ, q)
+    grid = (layout.tiles(capacity, config["BLOCK_M"]) * heads,)
+    wrap_triton(kernels.backward_queries)[grid](
+        q=q, k=k, v=v, out=out, gradient=gradient, lse=lse, terms=terms, dq=dq, heads=heads, scale=layout.scale,
+        **layout.arguments(q, k), **_strides(q=q, k=k, v=v, g=gradient), **_constants(config, head_dim),
+    )  # fmt: skip
+    return dq, terms
+
+
+def launch_dkv(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Tensor,
+    layout: Layout,
+    config: Config | None = None,
+) -> tuple[Tensor, Tensor]:
+    """dk and dv, like k and v."""
+    capacity, kv_heads, head_dim = k.shape
+    if capacity == 0 or layout.sequences == 0:
+        return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
+    q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
+    dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
+    config = config or layout.config(DKV, q)
+    grid = (layout.tiles(capacity, config["BLOCK_N"]) * kv_heads,)
+    wrap_triton(kernels.backward_keys)[grid](
+        q=q, k=k, v=v, gradient=gradient, terms=terms, dk=dk, dv=dv, kv_heads=kv_heads, scale=layout.scale,
+        TERMS=terms_width(config), **layout.arguments(q, k), **_strides(q=q, k=k, v=v, g=gradient),
+        **_constants(config, head_dim),
+    )  # fmt: skip
+    return dk, dv
+
+
+@operator("lf_graph::attention_forward")
+def forward(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
+    sequences: int,
+    packed: bool,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`launch_forward`."""
+    return launch_forward(q, k, v, Layout(offsets_q, offsets_k, sequences, packed, causal, scale))
+
+
+@operator("lf_graph::attention_dq")
+def backward_queries(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
+    sequences: int,
+    packed: bool,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`launch_dq`."""
+    layout = Layout(offsets_q, offsets_k, sequences, packed, causal, scale)
+    return launch_dq(gradient, q, k, v, out, lse, layout)
+
+
+@operator("lf_graph::attention_dkv")
+def backward_keys(
+    gradient: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    terms: Tensor,
+    offsets_q: Tensor | None,
+    offsets_k: Tensor | None,
+    sequences: int,
+    packed: bool,
+    causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor]:
+    """See :func:`launch_dkv`."""
+    layout = Layout(offsets_q, offsets_k, sequences, packed, causal, scale)
+    return launch_dkv(gradient, q, k, v, terms, layout)
+
+
+def _like(x: Tensor) -> Tensor:
+    return torch.empty_like(x, memory_format=torch.contiguous_format)
+
+
+@forward.register_fake
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+
+
+@backward_queries.register_fake
+def _(
+    gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *_: Any
+) -> tuple[Tensor, Tensor]:
+    return _like(q), lse.new_empty((*lse.shape, 2))
+
+
+@backward_keys.register_fake
+def _(gradient: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    return _like(k), _like(v)
+
+
+def _keep(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    q, k, v, offsets_q, offsets_k, *ctx.constants = inputs
+    ctx.mark_non_differentiable(output[1])
+    ctx.save_for_backward(q, k, v, offsets_q, offsets_k, *output)
+
+
+def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, offsets_q, offsets_k, out, lse = ctx.saved_tensors
+    rest = (offsets_q, offsets_k, *ctx.constants)
+    dq, terms = backward_queries(gradient, q, k, v, out, lse, *rest)
+    dk, dv = None, None
+    if any(ctx.needs_input_grad[1:3]):
+        dk, dv = backward_keys(gradient, q, k, v, terms, *rest)
+    return dq, dk, dv, *(None for _ in rest)
+
+
+forward.register_autograd(_differentiate, setup_context=_keep)

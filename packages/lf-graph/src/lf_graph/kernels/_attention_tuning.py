@@ -1,0 +1,220 @@
+"""Which launches of the attention kernels to try, and the problems to try them on."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from lf_graph.kernels import _attention_kernels as kernels
+from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, register
+
+if TYPE_CHECKING:
+    from lf_graph.kernels._attention_triton import Layout
+
+_Preferences = tuple[tuple[int, int, int, int], ...]  # BLOCK_M, BLOCK_N, warps, stages
+_SHORTEST, _LONGEST = 64, 8192  # bounds of the length bucket
+_TOKENS, _HEADS = 8192, 8  # of a tuning problem: enough tiles for every multiprocessor
+_SHARED = 227 * 1024  # bytes a program may have on sm_90, the most of all cards
+_TOLERANCES = {"bfloat16": 2e-2, "float16": 4e-3, "float32": 2e-5}
+
+
+def power_of_two(n: int) -> int:
+    """The smallest power of two from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def key_of(q: Tensor, sequences: int, causal: bool) -> Key:
+    """(dtype, head_dim, causal, rows a sequence can have on average, to a power of two)."""
+    rows = power_of_two(max(1, len(q) // max(1, sequences)))
+    return str(q.dtype).removeprefix("torch."), q.shape[2], causal, min(max(rows, _SHORTEST), _LONGEST)
+
+
+def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
+    """Widths of the one or two blocks that hold a head: powers of two from 16 on, the second 0 if there is none."""
+    whole = max(16, power_of_two(head_dim))
+    low = whole // 2
+    if not split or low < 16 or head_dim == whole:
+        return whole, 0
+    high = max(16, power_of_two(head_dim - low))
+    return (low, high) if high < low else (whole, 0)
+
+
+def _compact(head_dim: int) -> bool:
+    """Whether two blocks save a third or more of the columns: 72 as 64 + 16 instead of 128."""
+    return sum(head_parts(head_dim, True)) * 3 <= 2 * sum(head_parts(head_dim, False))
+
+
+@dataclass(frozen=True)
+class _Needs:
+    """What a tile of one kernel holds, in rows of heads; see the loops of the kernel."""
+
+    kept_m: int  # rows of BLOCK_M or BLOCK_N that stay in shared memory
+    kept_n: int
+    loaded_m: int  # and that the software pipeline loads ahead
+    loaded_n: int
+    sums_m: int  # fp32 accumulators
+    sums_n: int
+    squares: int  # [BLOCK_M, BLOCK_N] blocks of fp32 alive at once
+
+
+_FORWARD = _Needs(kept_m=1, kept_n=0, loaded_m=0, loaded_n=2, sums_m=1, sums_n=0, squares=2)
+_DQ = _Needs(kept_m=2, kept_n=0, loaded_m=0, loaded_n=2, sums_m=1, sums_n=0, squares=2)
+_DKV = _Needs(kept_m=0, kept_n=2, loaded_m=2, loaded_n=0, sums_m=0, sums_n=2, squares=2)
+
+
+def _fits(needs: _Needs, config: Config, key: Key, shared: int) -> bool:
+    """Whether shared memory holds the tiles and 255 registers a thread hold the sums."""
+    dtype, head_dim = str(key[0]), int(key[1])
+    m, n = config["BLOCK_M"], config["BLOCK_N"]
+    width = sum(head_parts(head_dim, bool(config["SPLIT"])))
+    ahead = config.num_stages * (needs.loaded_m * m + needs.loaded_n * n)
+    size = 4 if dtype == "float32" else 2
+    used = (needs.kept_m * m + needs.kept_n * n + ahead) * width * size
+    registers = (needs.sums_m * m + needs.sums_n * n) * width + needs.squares * m * n
+    return used <= shared and registers <= 32 * config.num_warps * 220
+
+
+def _config(m: int, n: int, split: bool, warps: int, stages: int) -> Config:
+    return Config((("BLOCK_M", m), ("BLOCK_N", n), ("SPLIT", int(split))), num_warps=warps, num_stages=stages)
+
+
+_SAFE = _config(16, 16, False, 4, 1)
+
+
+def _candidates(needs: _Needs, key: Key) -> list[Config]:
+    head_dim = int(key[1])
+    splits = {head_parts(head_dim, s): s for s in (False, True)}.values()
+    grid = itertools.product((32, 64, 128), (32, 64, 128), splits, (4, 8), (1, 2, 3, 4))
+    return [c for c in itertools.starmap(_config, grid) if _fits(needs, c, key, _SHARED)]
+
+
+@functools.cache
+def _shared_memory() -> int:
+    """Bytes of shared memory that a program may have on the current device."""
+    if not torch.cuda.is_available():
+        return _SHARED
+    properties = torch.cuda.get_device_properties(torch.cuda.current_device())
+    return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
+
+
+def _default(needs: _Needs, preferences: _Preferences, key: Key) -> Config:
+    """The first of the preferences that fits this card."""
+    configs = [_config(m, n, _compact(int(key[1])), warps, stages) for m, n, warps, stages in preferences]
+    return next((c for c in configs if _fits(needs, c, key, _shared_memory() - 2048)), configs[-1])
+
+
+@dataclass(frozen=True)
+class _Example:
+    """Random packed sequences of one key, and the float64 results of attention over them."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    gradient: Tensor
+    out: Tensor
+    lse: Tensor
+    terms: Tensor
+    layout: Layout
+    expected: tuple[Tensor, ...]  # out, dq, dk, dv
+
+
+def _expected(
+    q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, cu: Tensor, causal: bool
+) -> tuple[Tensor, ...]:
+    """out, dq, dk, dv in float64, head by head to bound memory."""
+    from lf_graph.kernels.attention import varlen_attention
+
+    heads = []
+    for head in range(q.shape[1]):
+        q1, k1, v1 = (x[:, head : head + 1].double().requires_grad_() for x in (q, k, v))
+        with torch.enable_grad():
+            out = varlen_attention(q1, k1, v1, cu, causal=causal, implementation="plain")
+            found = torch.autograd.grad(out, (q1, k1, v1), gradient[:, head : head + 1].double())
+        heads.append((out.detach(), *found))
+    return tuple(torch.cat(x, 1) for x in zip(*heads, strict=True))
+
+
+def _example(key: Key, device: torch.device) -> _Example:
+    from lf_graph.kernels._attention_triton import Layout, launch_dq, launch_forward
+
+    dtype, head_dim, causal, rows = str(key[0]), int(key[1]), bool(key[2]), int(key[3])
+    heads, tokens = (_HEADS, _TOKENS) if device.type == "cuda" else (1, rows)
+    sequences = max(1, tokens // rows)
+    generator = torch.Generator().manual_seed(0)
+    lengths = torch.randint(rows // 2, rows + 1, (sequences,), generator=generator)
+    cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
+    numbers = torch.randn((4, sequences * rows, heads, head_dim), generator=generator)
+    q, k, v, gradient = numbers.to(device, getattr(torch, dtype)).unbind()
+    layout = Layout(cu, cu, sequences, True, causal, head_dim**-0.5)
+    out, lse = launch_forward(q, k, v, layout, _SAFE)
+    _, terms = launch_dq(gradient, q, k, v, out, lse, layout, _SAFE)
+    return _Example(q, k, v, gradient, out, lse, terms, layout, _expected(q, k, v, gradient, cu, causal))
+
+
+def _problem_forward(key: Key, device: torch.device) -> Problem:
+    from lf_graph.kernels._attention_triton import launch_forward
+
+    e = _example(key, device)
+    return Problem(
+        lambda config: launch_forward(e.q, e.k, e.v, e.layout, config)[:1],
+        e.expected[:1],
+        (_TOLERANCES[str(key[0])],),
+    )
+
+
+def _problem_dq(key: Key, device: torch.device) -> Problem:
+    from lf_graph.kernels._attention_triton import launch_dq
+
+    e = _example(key, device)
+    return Problem(
+        lambda config: launch_dq(e.gradient, e.q, e.k, e.v, e.out, e.lse, e.layout, config)[:1],
+        e.expected[1:2],
+        (_TOLERANCES[str(key[0])],),
+    )
+
+
+def _problem_dkv(key: Key, device: torch.device) -> Problem:
+    from lf_graph.kernels._attention_triton import launch_dkv
+
+    e = _example(key, device)
+    return Problem(
+        lambda config: launch_dkv(e.gradient, e.q, e.k, e.v, e.terms, e.layout, config),
+        e.expected[2:],
+        (_TOLERANCES[str(key[0])],) * 2,
+    )
+
+
+def _tunable(
+    name: str,
+    kernel: Any,
+    needs: _Needs,
+    preferences: _Preferences,
+    problem: Callable[[Key, torch.device], Problem],
+) -> Tunable:
+    return register(
+        Tunable(
+            name,
+            (kernel,),
+            default=lambda key: _default(needs, preferences, key),
+            candidates=lambda key: _candidates(needs, key),
+            problem=problem,
+        )
+    )
+
+
+_SMALL: _Preferences = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
+FORWARD = _tunable(
+    "attention_forward",
+    kernels.forward,
+    _FORWARD,
+    ((128, 128, 8, 2), (128, 64, 8, 2), *_SMALL),
+    _problem_forward,
+)
+DQ = _tunable("attention_dq", kernels.backward_queries, _DQ, ((128, 64, 8, 2), *_SMALL), _problem_dq)
+DKV = _tunable("attention_dkv", kernels.backward_keys, _DKV, ((64, 128, 8, 2), *_SMALL), _problem_dkv)
