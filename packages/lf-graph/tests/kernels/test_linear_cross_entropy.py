@@ -16,6 +16,7 @@ from kernel_cases import DEVICE, assert_near, distance, same_bits
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
 
 import lf_graph
 from lf_graph import GraphError
@@ -411,6 +412,20 @@ def test_a_graph_that_is_kept_gives_the_same_gradients_again() -> None:
     assert same_bits(first, last)
 
 
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_under_a_checkpoint_gradients_are_the_same(reentrant: bool) -> None:
+    hidden, weight, targets = inputs(40, 30)
+
+    def loss_of(hidden: Tensor, weight: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.tanh(), weight, targets, chunk=16)[0]
+
+    expected = gradients(hidden, weight, loss=loss_of(hidden, weight))
+    checkpoint(loss_of, hidden, weight, use_reentrant=reentrant).backward()
+    assert hidden.grad is not None
+    assert weight.grad is not None
+    assert same_bits([hidden.grad, weight.grad], expected)
+
+
 def test_second_derivatives_are_refused() -> None:
     hidden, weight, targets = inputs(4, 30)
     loss, _ = linear_cross_entropy(hidden, weight, targets)
@@ -498,8 +513,9 @@ def test_the_operator_keeps_its_contract(gradients_of: tuple[str, ...]) -> None:
     torch.library.opcheck(torch.ops.lf_graph.linear_cross_entropy.default, arguments)
 
 
-def test_fake_tensors_have_the_shapes_and_dtypes_of_real_ones() -> None:
-    with FakeTensorMode():
+@pytest.mark.parametrize("kind", ["fake", "meta"])
+def test_tensors_without_data_have_the_shapes_and_dtypes_of_real_ones(kind: str) -> None:
+    with FakeTensorMode() if kind == "fake" else torch.device("meta"):
         hidden = torch.empty(2, 6, 16, dtype=torch.bfloat16, requires_grad=True)
         weight = torch.empty(50, 16, dtype=torch.bfloat16, requires_grad=True)
         loss, count = linear_cross_entropy(hidden, weight, torch.empty(2, 6, dtype=torch.int64))

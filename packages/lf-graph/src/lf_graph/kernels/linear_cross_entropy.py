@@ -98,7 +98,7 @@ def _product_dtype(hidden: Tensor, weight: Tensor, bias: Tensor | None) -> torch
         raise ValueError(
             f"{OPERATOR}: hidden, weight and bias are floating point; here {sorted(map(str, dtypes))}"
         )
-    if torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
+    if device != "meta" and torch.is_autocast_enabled(device) and torch.float64 not in dtypes:
         return torch.get_autocast_dtype(device)
     if len(dtypes) > 1:
         raise ValueError(
