@@ -300,6 +300,22 @@ def test_a_budget_is_refused_before_the_capture() -> None:
     captured.close()
 
 
+def test_a_capture_takes_the_memory_that_warm_up_left_in_the_cache() -> None:
+    torch.cuda.empty_cache()
+    free, _ = torch.cuda.mem_get_info()
+    x = torch.ones(4, device="cuda")
+
+    def needs_most(x: Tensor) -> Tensor:
+        large = torch.empty(free * 6 // 10, dtype=torch.uint8, device="cuda")
+        large[:4] = 2
+        return x * large[:4]
+
+    captured = lf_graph.capture(needs_most, x)
+    assert captured(x).tolist() == [2.0] * 4
+    captured.close()
+    torch.cuda.empty_cache()
+
+
 # -- launches and waits -----------------------------------------------------------------------------------------------
 
 

@@ -148,6 +148,7 @@ class CudaBackend:
         """See :class:`lf_graph._backend.Backend`."""
         self.synchronize()
         gc.collect()  # a tensor that dies during the capture would free memory of another pool
+        self._make_room()
         recording = self._begin(pool)
         try:
             result = fn()
@@ -158,6 +159,16 @@ class CudaBackend:
             return recording.end(), result
         except RuntimeError as e:
             raise self._undone(e, fn) from e
+
+    def _make_room(self) -> None:
+        """Give cached memory back if there may be too little without it: the allocator cannot during a capture.
+
+        A capture needs about what the warm-up left in the cache, from which its own pool cannot take.
+        """
+        cached = self.reserved_bytes() - self.allocated_bytes()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if cached > free:
+            torch.cuda.empty_cache()
 
     def _undone(self, error: BaseException, fn: Callable[[], object]) -> BaseException:
         """What to raise for a failed capture, after its memory went back to the allocator."""
