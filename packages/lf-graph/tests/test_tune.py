@@ -339,6 +339,28 @@ def test_processes_that_write_at_once_lose_nothing(tmp_path: Path) -> None:
     assert len(table.entries) == 20
 
 
+def _use_first(folder: str, started: Any, told: Any) -> None:
+    timer = FakeTimer()
+    _state.use(Path(folder), CPU, "first_use", lambda device: timer)
+    started.wait()
+    told.put((config_of(TUNABLES["tests.double"], KEY)["WAY"], len(timer.asked)))
+
+
+def test_one_process_tunes_at_first_use_and_the_others_wait_for_it(tmp_path: Path) -> None:
+    register(tunable(FAST, SLOW))
+    context = multiprocessing.get_context("fork")
+    started, told = context.Barrier(3), context.SimpleQueue()
+    ranks = [context.Process(target=_use_first, args=(str(tmp_path), started, told)) for _ in range(3)]
+    for r in ranks:
+        r.start()
+    for r in ranks:
+        r.join(60)
+
+    found = sorted(told.get() for _ in ranks)
+    assert [way for way, _ in found] == [FAST["WAY"]] * 3
+    assert sorted(asked > 0 for _, asked in found) == [False, False, True]
+
+
 # -- budget ---------------------------------------------------------------------------------------------------
 
 
