@@ -18,7 +18,9 @@ from bench_kernels import all_rows, free, obstacle, prepared
 from kernels import KernelRow
 
 from lf_graph import tune
+from lf_graph.kernels._tunable import TUNABLES
 from lf_graph.tune.__main__ import main as tune_command
+from lf_graph.tune._run import load_kernels
 
 
 def arguments(argv: Sequence[str] | None) -> tuple[argparse.Namespace, list[str]]:
@@ -57,6 +59,13 @@ def note_keys(rows: Sequence[KernelRow], device: torch.device) -> int:
     return failed
 
 
+def without_rows() -> list[str]:
+    """Names of tunables that no row launched: they keep their defaults until a row does."""
+    load_kernels()
+    launched = {chosen.tunable for chosen in tune.stats().chosen}
+    return sorted(set(TUNABLES) - launched)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """The command."""
     args, rest = arguments(argv)
@@ -65,6 +74,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     start, device = time.monotonic(), torch.device("cuda", torch.cuda.current_device())
     failed = note_keys(chosen(all_rows(small=False), args.match, device), device)
+    if not args.match and without_rows():
+        print(f"no row launches {', '.join(without_rows())}")
     left = args.budget_s - (time.monotonic() - start)
     status = tune_command([f"--budget-s={max(0.0, left)}", *rest])
     print(tune.stats().path)

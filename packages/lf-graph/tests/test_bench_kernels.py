@@ -17,6 +17,7 @@ import torch
 from bench_modules import BENCHMARKS
 from torch import Tensor
 
+from lf_graph import tune
 from lf_graph.tune._timer import Timing, calls_for, summary
 
 CPU = torch.device("cpu")
@@ -313,6 +314,15 @@ def test_tuning_launches_rows_of_ours_once_and_names_those_that_fail(
     printed = capsys.readouterr().out.splitlines()
     assert printed[0].endswith("| lf-graph: launched")
     assert printed[-1].endswith("RuntimeError: does not run")
+
+
+def test_tunables_that_no_row_launches_are_named(tuning: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "load_kernels", lambda: None)
+    monkeypatch.setattr(tuning, "TUNABLES", {"launched": None, "forgotten": None})
+    chosen = tune.Chosen("launched", (1,), "default", "")
+    monkeypatch.setattr(tuning.tune, "stats", lambda: SimpleNamespace(chosen=(chosen,)))
+
+    assert tuning.without_rows() == ["forgotten"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
