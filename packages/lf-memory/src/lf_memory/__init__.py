@@ -19,6 +19,7 @@ from ._variable import VariablePool
 if TYPE_CHECKING:
     from .gradients import GradientArena as GradientArena
     from .gradients import Plan as Plan
+    from .gradients import offload as offload
     from .gradients import predict as predict
     from .gradients import release as release
     from .gradients import verify as verify
@@ -47,6 +48,7 @@ _GRADIENTS = frozenset(
     {
         "GradientArena",
         "Plan",
+        "offload",
         "predict",
         "release",
         "verify",

@@ -3,6 +3,8 @@
 from ._arena import ArenaStats, Bucket, GradientArena
 from ._errors import PlanError
 from ._measure import Measured
+from ._offload import Offload, offload
+from ._offload_stats import OffloadStats
 from ._plan import GRADIENTS, Lifetime, Placement, Plan, Slots
 from ._policy import Mode, Policy
 from ._predict import predict
@@ -20,6 +22,8 @@ __all__ = [
     "Lifetime",
     "Measured",
     "Mode",
+    "Offload",
+    "OffloadStats",
     "Placement",
     "Plan",
     "PlanError",
@@ -29,6 +33,7 @@ __all__ = [
     "ReleaseStats",
     "Slots",
     "Verification",
+    "offload",
     "predict",
     "read_plan",
     "release",
