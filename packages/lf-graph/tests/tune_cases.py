@@ -8,15 +8,22 @@ from __future__ import annotations
 import itertools
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
-from lf_graph.kernels._tunable import TUNABLES, Config, Key, Problem, Tunable, config_of, register
-from lf_graph.tune import Timing
+from lf_graph.kernels._tunable import CHOSEN, TUNABLES, Config, Key, Problem, Tunable, config_of, register
+from lf_graph.tune import Timing, _run, _state
+from lf_graph.tune._card import Card
+from lf_graph.tune._search import Effort, search
+from lf_graph.tune._table import Entry
 
+CPU = torch.device("cpu")
+OTHER_CARD = Card("other", "1.2", "3.4")
 KEY: Key = ("bfloat16", 64, True)
 LAUNCHED: list[int] = []  # WAY of every launch
 _COUNTER = itertools.count()
@@ -77,6 +84,33 @@ class FakeTimer:
 def launch(kernel: Tunable, x: Tensor, key: Key = KEY) -> Tensor:
     """What an operator does: ask for a configuration, then launch."""
     return double(x, config_of(kernel, key))[0]
+
+
+def first_use(timer: FakeTimer) -> None:
+    _state.use(mode="first_use", timer=lambda device: timer)
+
+
+def fresh(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tables in a folder of the test's own, no kernels but the test's, and nothing left behind."""
+    monkeypatch.setattr(_run, "load_kernels", lambda imports=(): None)
+    monkeypatch.setenv("LF_GRAPH_TUNE_DIR", str(tmp_path / "tables"))
+    others = dict(TUNABLES)
+    TUNABLES.clear()
+    _state._STATE.clear()
+    _state.use(device=CPU)
+    yield
+    TUNABLES.clear()
+    TUNABLES.update(others)
+    _state._STATE.clear()
+    CHOSEN.clear()
+
+
+def entry_of(*candidates: Any, timer: FakeTimer | None = None, **fields: Any) -> Entry:
+    return search(tunable(*candidates, **fields), KEY, CPU, Effort(timer or FakeTimer()))
+
+
+def reasons(entry: Entry) -> dict[int, str]:
+    return {t.config["WAY"]: t.rejected for t in entry.rejected}
 
 
 WORKERS = "tests.workers"
