@@ -26,14 +26,14 @@ def momentum(params):
 def difference(ours, theirs):
     """Largest difference of parameters, over all ranks."""
     pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    largest = max(((whole(a) - whole(b)).abs().max() for a, b in pairs), default=torch.zeros(()))
+    largest = max((whole(a) - whole(b)).abs().max() for a, b in pairs)
     dist.all_reduce(largest, op=dist.ReduceOp.MAX)
     return largest.item()
 
 
 def whole(p):
     p = p.detach()
-    return (p.full_tensor() if isinstance(p, DTensor) else p).cpu()
+    return p.full_tensor() if isinstance(p, DTensor) else p
 
 
 def ddp_exact(rank, options, accumulation=1, clip=None, unused=False, view=False):
