@@ -11,6 +11,8 @@ else:
     from torch import nn
     from torch.nn import functional as F
 
+    torch.set_num_threads(1)  # small models: a second thread only waits
+
     class Block(nn.Module):
         """A pre-norm transformer block."""
 

@@ -55,14 +55,6 @@ def large(gpt):
     return make
 
 
-@pytest.fixture(scope="module", autouse=True)
-def _one_thread():
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
-
-
 def test_the_chunked_loss_is_the_plain_one(gpt):
     ids = torch.arange(10 * 60).view(10, 60) * 7 % 512  # two chunks and a part of one
     plain, chunked = gpt(), gpt(head_loss=ChunkedCrossEntropy.apply)

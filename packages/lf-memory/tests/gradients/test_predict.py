@@ -1,5 +1,6 @@
 """What predict says of small models, and what it leaves alone."""
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -93,6 +94,16 @@ def test_with_several_micro_batches_all_gradients_are_kept(gpt, ids, mode):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("mode", MODES)
+def test_a_real_run_finds_what_a_dry_run_does(gpt, ids, mode, tied):
+    model = gpt(tied=tied)
+    real, dry = (predict(model, ids, mode=mode, tensors=tensors) for tensors in ("real", "fake"))
+    assert (real.method, dry.method) == ("real run", "dry run")
+    assert real.key != dry.key
+    assert replace(real, key=dry.key, method=dry.method) == dry
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("mode", MODES)
 def test_reading_the_graph_of_a_loss_agrees_with_running_it(gpt, ids, mode, tied):
     model = gpt(tied=tied)
     loss = model(ids)
@@ -114,16 +125,17 @@ def test_a_tied_weight_costs_its_sum_as_well(gpt, ids):
     assert 3 * weight <= tied.gradient_peak_bytes < 3.5 * weight
 
 
-def test_the_model_is_as_before(gpt, ids):
+@pytest.mark.parametrize("tensors", ["fake", "real"])
+def test_the_model_is_as_before(tensors):
     model = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
     stepped = []
-    for parameter in model.parameters():
+    for parameter in model.parameters() if tensors == "fake" else ():
         parameter.register_post_accumulate_grad_hook(stepped.append)
     model[0].weight.grad = torch.ones(8, 8)
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     ids_of = [id(p) for p in model.parameters()]
     seed = torch.get_rng_state()
-    predict(lambda x: model(x).sum(), torch.ones(4, 8), model=model)
+    predict(lambda x: model(x).sum(), torch.ones(4, 8), model=model, tensors=tensors)
     assert torch.equal(torch.get_rng_state(), seed)
     assert not stepped
     assert [id(p) for p in model.parameters()] == ids_of
@@ -206,8 +218,27 @@ class TestRefusals:
             y = model(x).sum()
             return y if y.item() > 0 else -y
 
-        with pytest.raises(PlanError, match="values of tensors"):
+        with pytest.raises(PlanError, match=r"values of tensors.*tensors=\"real\""):
             predict(loss, torch.zeros(3, 2), model=model)
+        assert predict(loss, torch.zeros(3, 2), model=model, tensors="real").method == "real run"
+
+    def test_a_failure_on_fake_tensors_says_that_they_are_fake(self):
+        def loss():
+            raise RuntimeError("this operator wants bfloat16")
+
+        with pytest.raises(RuntimeError, match="wants bfloat16") as caught:
+            predict(loss)
+        assert "real" in caught.value.__notes__[0]
+
+    def test_an_unknown_kind_of_tensors(self):
+        with pytest.raises(PlanError, match="give fake or real"):
+            predict(nn.Linear(2, 2), tensors="meta")
+
+    def test_a_real_run_with_a_hook_that_would_act(self, gpt, ids):
+        model = gpt()
+        model.norm.weight.register_post_accumulate_grad_hook(lambda p: None)
+        with pytest.raises(PlanError, match=r"norm\.weight has a hook"):
+            predict(model, ids, tensors="real")
 
     def test_tensors_of_two_fake_worlds(self, gpt, ids):
         with FakeTensorMode():

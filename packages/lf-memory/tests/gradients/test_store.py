@@ -48,7 +48,7 @@ def test_a_second_prediction_is_read_and_not_made(gpt, ids, tmp_path, monkeypatc
     path = tmp_path / "dag.json"
     first = predict(gpt(), ids, dag_cache_path=path)
     assert re.match(r"made: .*dag\.json cannot be read \(No such file", first.origin)
-    monkeypatch.setattr(gradients._predict, "_record_backward", None)  # whatever runs the backward pass fails
+    monkeypatch.setattr(gradients._run, "_record_backward", None)  # whatever runs the backward pass fails
     second = predict(gpt(), ids, dag_cache_path=str(path))
     assert second == first
     assert second.origin == f"read from {path}"

@@ -9,6 +9,7 @@ import importlib
 import json
 import sys
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,7 @@ def parser() -> argparse.ArgumentParser:
     report.add_argument("--dag-cache-path", help="a file, or a directory, that keeps plans")
     report.add_argument("--rebuild-dag", action="store_true", help="make plans anew")
     report.add_argument("--verify", action="store_true", help="run a real step and measure it")
+    report.add_argument("--real", action="store_true", help="predict by a real step instead of fake tensors")
     report.add_argument("--json", action="store_true", help="print JSON")
     return top
 
@@ -75,7 +77,8 @@ def load(case: str) -> Case:
 
 
 def _plan(options: argparse.Namespace, mode: Any) -> Plan:
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.device(options.device):
+    fakes = nullcontext() if options.real else FakeTensorMode(allow_non_fake_inputs=True)
+    with fakes, torch.device(options.device):
         fn, args, model = load(options.case)
     return predict(
         fn,
@@ -84,6 +87,7 @@ def _plan(options: argparse.Namespace, mode: Any) -> Plan:
         mode=mode,
         bucket_bytes=options.bucket_bytes,
         accumulation=options.accumulation,
+        tensors="real" if options.real else "fake",
         dag_cache_path=options.dag_cache_path,
         rebuild=options.rebuild_dag,
     )

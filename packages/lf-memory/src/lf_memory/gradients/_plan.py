@@ -9,7 +9,7 @@ from ._offsets import Span, aligned, peak_bytes
 from ._policy import Policy
 
 Kind = Literal["parameter", "activation", "temporary", "saved"]
-Method = Literal["dry run", "graph walk"]
+Method = Literal["dry run", "real run", "graph walk"]
 Count = Literal["buffer", "slot"]
 GRADIENTS: tuple[Kind, ...] = ("parameter", "activation", "temporary")
 LASTING: tuple[Kind, ...] = ("parameter", "activation")
@@ -80,8 +80,8 @@ class Plan:
 
     Attributes:
         key: hash of the autograd graph with its shapes, of the policy and of torch's version.
-        method: "dry run" (the pass ran on fake tensors) or "graph walk" (only the graph of a loss was read: saved
-            tensors and temporaries are unknown, and what shares memory is inferred).
+        method: "dry run" (the pass ran on fake tensors), "real run", or "graph walk" (only the graph of a loss was
+            read: saved tensors and temporaries are unknown, and what shares memory is inferred).
         policy: what becomes of parameter gradients.
         torch_version, device: what it holds for.
         steps: autograd nodes executed.

@@ -32,15 +32,19 @@ class Recorder(TorchDispatchMode):
 
     Memory that was there before, seen as an operator's input first, is not counted. A storage is one buffer,
     whichever tensors view it, and whoever adds to it.
+
+    Args:
+        fake: tensors are fake, and sums of gradients need no value.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fake: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = 0
         self.forward_peak = 0
         self._level = 0
         self._moment = 0
-        self._unshared = holders_of_unshared()
+        self._fake = fake
+        self._unshared = holders_of_unshared(fake)
         self._between = False  # the engine is adding up what a node has sent
         self._where: str | None = None  # the node that is executed; None in the forward pass
         self._live: dict[int, tuple[_Buffer, weakref.ref[torch.UntypedStorage]]] = {}
@@ -89,7 +93,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         self._note(_tensors((args, kwargs)), str(func), new=False)
         if self._between and func is torch.ops.aten.add.Tensor and adds_in_place(args[0], self._unshared):
-            return args[0]
+            return args[0] if self._fake else args[0].add_(args[1])
         found = func(*args, **kwargs)
         self._note(_tensors(found), str(func), new=True)
         return found

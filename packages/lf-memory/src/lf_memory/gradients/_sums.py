@@ -1,6 +1,7 @@
-"""Whether the engine adds a gradient to another in place: never with fake tensors, so its rule is asked for them."""
+"""Whether the engine adds a gradient to another in place: never under a dispatch mode, so its rule is asked."""
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
@@ -15,7 +16,7 @@ Holders = tuple[
 
 
 def adds_in_place(before: torch.Tensor, unshared: Holders) -> bool:
-    """Whether the engine, about to add to `before`, would write there if the tensors were real.
+    """Whether the engine, about to add to `before`, would write there without us.
 
     input_buffer.cpp, can_accumulate_inplace: dense, held by nothing but the buffer, memory not shared. Holders are
     counted from here, where some more hold it; `unshared` is what is counted for a tensor that nobody else holds.
@@ -57,13 +58,13 @@ class _Watch(TorchDispatchMode):
 
 
 @cache
-def holders_of_unshared() -> Holders:
+def holders_of_unshared(fake: bool) -> Holders:
     """Found from a sum that is known to be in place.
 
     x * 2 + x * 3: the two gradients of x are new tensors that nothing else holds.
     """
     watch = _Watch()
-    with torch.enable_grad(), FakeTensorMode(), watch:
+    with torch.enable_grad(), FakeTensorMode() if fake else nullcontext(), watch:
         x = torch.empty(2, requires_grad=True) * 1
         twice, thrice = x * 2, x * 3
         assert twice.grad_fn is not None

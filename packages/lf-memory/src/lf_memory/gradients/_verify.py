@@ -1,18 +1,17 @@
 """verify: one real step beside the plan."""
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from ._errors import PlanError
 from ._hooks import following
-from ._losses import Models, losses_of, models_of, named_parameters
+from ._losses import Models, losses_of, models_of
 from ._measure import Measured, measure
 from ._plan import MIB, Plan
+from ._real import RealWorld, clear
 
 MEASURES = ("gradient_peak_bytes", "backward_peak_bytes", "saved_bytes", "forward_peak_bytes")
 
@@ -31,7 +30,7 @@ class Verification:
 
     def within(self, tolerance: float = 0.02) -> bool:
         """Whether both peaks of the backward pass are as predicted, within this share."""
-        known = ["gradient_peak_bytes"] + ["backward_peak_bytes"] * (self.plan.method == "dry run")
+        known = ["gradient_peak_bytes"] + ["backward_peak_bytes"] * (self.plan.method != "graph walk")
         return all(abs(self.ratio(name) - 1) <= tolerance for name in known)
 
     def __str__(self) -> str:
@@ -47,8 +46,8 @@ class Verification:
 def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None = None) -> Verification:
     """Run one real step as the plan's policy says, and measure what it allocates.
 
-    Forward and backward pass run once (on CUDA twice, the first time unmeasured); nothing is stepped, gradients are
-    what they were before. Random state and buffers, such as running means, advance as in any step.
+    Forward and backward pass run once (on CUDA twice, the first time unmeasured); nothing is stepped. Gradients,
+    buffers and random state are afterwards what they were before.
 
     Args:
         plan: of `predict` with the same function, arguments and model.
@@ -60,27 +59,17 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None 
     Raises:
         PlanError: the plan is of another model, or something would act on the gradients.
     """
-    parameters = dict(named_parameters(models_of(fn, model)))
-    _refuse_hooks(parameters)
+    world = RealWorld(models_of(fn, model), args)
     completed: set[str] = set()
 
     def backward(losses: list[torch.Tensor]) -> None:
-        with following(parameters, plan.policy, lambda name, _: completed.add(name)):
+        with following(world.parameters, plan.policy, lambda name, _: completed.add(name)):
             torch.autograd.backward(losses)
-        _clear(parameters)
+        clear(world.parameters)
 
-    with _set_aside(parameters):
-        measured = measure(lambda: losses_of(fn(*args)), backward, torch.device(plan.device))
+    measured = world.run(lambda: measure(lambda: losses_of(fn(*args)), backward, torch.device(plan.device)))
     _refuse_strange(plan, completed)
     return Verification(plan, measured)
-
-
-def _refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
-    for name, parameter in parameters.items():
-        if getattr(parameter, "_post_accumulate_grad_hooks", None):
-            raise PlanError(
-                f"{name} has a hook that acts on its complete gradient: remove it (close `release`) first"
-            )
 
 
 def _refuse_strange(plan: Plan, completed: set[str]) -> None:
@@ -89,19 +78,3 @@ def _refuse_strange(plan: Plan, completed: set[str]) -> None:
         raise PlanError(
             f"the plan is of another model: gradients of {sorted(planned ^ completed)[:3]} are in one of them only"
         )
-
-
-@contextmanager
-def _set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
-    _clear(parameters)
-    try:
-        yield
-    finally:
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient
-
-
-def _clear(parameters: Mapping[str, nn.Parameter]) -> None:
-    for parameter in parameters.values():
-        parameter.grad = None

@@ -1,0 +1,79 @@
+"""The real model for the time of one step that leaves it as it was."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
+
+import torch
+from torch import nn
+
+from ._errors import PlanError
+from ._losses import named_parameters
+
+T = TypeVar("T")
+
+
+class RealWorld:
+    """Real parameters, whose gradients, like buffers and random state, are afterwards what they were before.
+
+    Args:
+        models: on one device, with memory.
+        args: what the function will get.
+    """
+
+    def __init__(self, models: Sequence[nn.Module], args: Any) -> None:
+        self._models = models
+        self.args = args
+        self.parameters = dict(named_parameters(models))
+        refuse_hooks(self.parameters)
+
+    def run(self, work: Callable[[], T]) -> T:
+        """Do something that may run forward and backward passes."""
+        buffers = [buffer for model in self._models for buffer in model.buffers()]
+        with ExitStack() as stack:
+            stack.enter_context(set_aside(self.parameters))
+            stack.enter_context(_unchanged(buffers))
+            stack.enter_context(torch.random.fork_rng(_cuda_devices(self.parameters.values())))
+            return work()
+
+
+def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Hooks on complete gradients would act on those of a step that is none."""
+    for name, parameter in parameters.items():
+        if getattr(parameter, "_post_accumulate_grad_hooks", None):
+            raise PlanError(
+                f"{name} has a hook that acts on its complete gradient: remove it (close `release`) first"
+            )
+
+
+@contextmanager
+def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+    """Parameters have no gradients within, and their own again after."""
+    gradients = {name: parameter.grad for name, parameter in parameters.items()}
+    clear(parameters)
+    try:
+        yield
+    finally:
+        for name, gradient in gradients.items():
+            parameters[name].grad = gradient
+
+
+def clear(parameters: Mapping[str, nn.Parameter]) -> None:
+    """Drop all gradients."""
+    for parameter in parameters.values():
+        parameter.grad = None
+
+
+@contextmanager
+def _unchanged(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
+    before = [(buffer, buffer.clone()) for buffer in buffers]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for buffer, value in before:
+                buffer.copy_(value)
+
+
+def _cuda_devices(parameters: Iterable[torch.Tensor]) -> list[torch.device]:
+    return list({parameter.device for parameter in parameters if parameter.is_cuda})
