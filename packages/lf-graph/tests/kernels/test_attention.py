@@ -61,7 +61,7 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=15, deadline=None, derandomize=True)
 @given(case=cases())
 def test_kernels_equal_float64(case: Case) -> None:
     check(case, "triton")
@@ -76,7 +76,7 @@ def test_the_plain_twin_equals_float64(case: Case) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [48, 64, 72, 128])
 def test_head_sizes_of_the_models(head_dim: int, dtype: torch.dtype) -> None:
-    case = Case((33, 0, 20), heads=2, kv_heads=1, head_dim=head_dim, causal=True, dtype=dtype)
+    case = Case((33, 0, 20), heads=2, head_dim=head_dim, causal=True, dtype=dtype)
     check(case, "triton")
     check(case, "plain")
 

@@ -120,9 +120,9 @@ def store(
 @triton.jit
 def head_product(a_low, a_high, b_low, b_high, HIGH: tl.constexpr):
     """a @ b^T: sums over the head, fp32."""
-    product = dot(a_low, tl.trans(b_low), None, "ieee")
+    product = dot(a_low, tl.trans(b_low), None, "tf32x3")
     if HIGH > 0:
-        product = dot(a_high, tl.trans(b_high), product, "ieee")
+        product = dot(a_high, tl.trans(b_high), product, "tf32x3")
     return product
 
 
@@ -130,7 +130,7 @@ def head_product(a_low, a_high, b_low, b_high, HIGH: tl.constexpr):
 def add_product(low, high, weights, b_low, b_high, HIGH: tl.constexpr):
     """(low, high) + weights @ b, with the weights rounded to the type of b."""
     weights = cast(weights, b_low.dtype)
-    low = dot(weights, b_low, low, "ieee")
+    low = dot(weights, b_low, low, "tf32x3")
     if HIGH > 0:
-        high = dot(weights, b_high, high, "ieee")
+        high = dot(weights, b_high, high, "tf32x3")
     return low, high

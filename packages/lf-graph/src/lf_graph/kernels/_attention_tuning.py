@@ -17,7 +17,6 @@ from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, register
 if TYPE_CHECKING:
     from lf_graph.kernels._attention_triton import Layout
 
-_Preferences = tuple[tuple[int, int, int, int], ...]  # BLOCK_M, BLOCK_N, warps, stages
 _SHORTEST, _LONGEST = 64, 8192  # bounds of the length bucket
 _TOKENS, _HEADS = 8192, 8  # of a tuning problem: enough tiles for every multiprocessor
 _SHARED = 227 * 1024  # bytes a program may have on sm_90, the most of all cards
@@ -52,46 +51,58 @@ def _compact(head_dim: int) -> bool:
 
 @dataclass(frozen=True)
 class _Needs:
-    """What a tile of one kernel holds, in rows of heads; see the loops of the kernel."""
+    """What a program of one kernel holds: rows of heads that stay, rows loaded ahead, sums of the rows that stay."""
 
-    kept_m: int  # rows of BLOCK_M or BLOCK_N that stay in shared memory
-    kept_n: int
-    loaded_m: int  # and that the software pipeline loads ahead
-    loaded_n: int
-    sums_m: int  # fp32 accumulators
-    sums_n: int
-    squares: int  # [BLOCK_M, BLOCK_N] blocks of fp32 alive at once
+    outer: str  # the block that stays: BLOCK_M or BLOCK_N
+    inner: str  # the block that goes by
+    kept: int  # rows of the outer block in shared memory, such as keys and values
+    sums: int  # fp32 accumulators of the outer block
 
 
-_FORWARD = _Needs(kept_m=1, kept_n=0, loaded_m=0, loaded_n=2, sums_m=1, sums_n=0, squares=2)
-_DQ = _Needs(kept_m=2, kept_n=0, loaded_m=0, loaded_n=2, sums_m=1, sums_n=0, squares=2)
-_DKV = _Needs(kept_m=0, kept_n=2, loaded_m=2, loaded_n=0, sums_m=0, sums_n=2, squares=2)
+_FORWARD = _Needs("BLOCK_M", "BLOCK_N", kept=1, sums=1)
+_DQ = _Needs("BLOCK_M", "BLOCK_N", kept=2, sums=1)
+_DKV = _Needs("BLOCK_N", "BLOCK_M", kept=2, sums=2)
 
 
 def _fits(needs: _Needs, config: Config, key: Key, shared: int) -> bool:
-    """Whether shared memory holds the tiles and 255 registers a thread hold the sums."""
-    dtype, head_dim = str(key[0]), int(key[1])
-    m, n = config["BLOCK_M"], config["BLOCK_N"]
-    width = sum(head_parts(head_dim, bool(config["SPLIT"])))
-    ahead = config.num_stages * (needs.loaded_m * m + needs.loaded_n * n)
-    size = 4 if dtype == "float32" else 2
-    used = (needs.kept_m * m + needs.kept_n * n + ahead) * width * size
-    registers = (needs.sums_m * m + needs.sums_n * n) * width + needs.squares * m * n
+    """Whether shared memory holds the tiles and 255 registers a thread hold the sums and two blocks of scores.
+
+    An operand of fp32 lies there as two of tf32, in part: half as much again, as compiled for sm_90.
+    """
+    outer, inner = config[needs.outer], config[needs.inner]
+    width = sum(head_parts(int(key[1]), bool(config["SPLIT"])))
+    size = 6 if key[0] == "float32" else 2
+    used = (needs.kept * outer + 2 * config.num_stages * inner) * width * size
+    registers = needs.sums * outer * width + 2 * outer * inner
     return used <= shared and registers <= 32 * config.num_warps * 220
 
 
-def _config(m: int, n: int, split: bool, warps: int, stages: int) -> Config:
-    return Config((("BLOCK_M", m), ("BLOCK_N", n), ("SPLIT", int(split))), num_warps=warps, num_stages=stages)
+def _config(needs: _Needs, outer: int, inner: int, split: bool, warps: int, stages: int) -> Config:
+    blocks = {needs.outer: outer, needs.inner: inner}
+    constants = (*((name, blocks[name]) for name in ("BLOCK_M", "BLOCK_N")), ("SPLIT", int(split)))
+    return Config(constants, num_warps=warps, num_stages=stages)
 
 
-_SAFE = _config(16, 16, False, 4, 1)
+_SAFE = _config(_FORWARD, 16, 16, False, 4, 1)
+
+
+def _outer_blocks(key: Key) -> tuple[int, ...]:
+    """64 rows are what one group of four warps multiplies on sm_90; more than a sequence has are of no use."""
+    if int(key[3]) <= _SHORTEST or int(key[1]) > 128 or key[0] == "float32":
+        return 32, 64
+    return 64, 128
 
 
 def _candidates(needs: _Needs, key: Key) -> list[Config]:
-    head_dim = int(key[1])
-    splits = {head_parts(head_dim, s): s for s in (False, True)}.values()
-    grid = itertools.product((32, 64, 128), (32, 64, 128), splits, (4, 8), (1, 2, 3, 4))
-    return [c for c in itertools.starmap(_config, grid) if _fits(needs, c, key, _SHARED)]
+    splits = {head_parts(int(key[1]), s): s for s in (False, True)}.values()
+    grid = itertools.product(_outer_blocks(key), (16, 32, 64, 128), splits, (4, 8), (1, 2, 3, 4))
+    configs = [_config(needs, *c) for c in grid if c[3] == 4 or c[0] == 128]
+    return [c for c in configs if _fits(needs, c, key, _SHARED) and _worth_a_try(needs, c)]
+
+
+def _worth_a_try(needs: _Needs, config: Config) -> bool:
+    """Two to four stages for blocks of 32 to 128; fewer only where those do not fit."""
+    return (config.num_stages > 1) == (config[needs.inner] > 16)
 
 
 @functools.cache
@@ -103,10 +114,18 @@ def _shared_memory() -> int:
     return int(getattr(properties, "shared_memory_per_block_optin", 99 * 1024))
 
 
-def _default(needs: _Needs, preferences: _Preferences, key: Key) -> Config:
-    """The first of the preferences that fits this card."""
-    configs = [_config(m, n, _compact(int(key[1])), warps, stages) for m, n, warps, stages in preferences]
+def _default(needs: _Needs, key: Key) -> Config:
+    """The first of the preferred launches that fits this card."""
+    blocks = [b for b in _preferred(needs, key) if b[0] <= max(_SHORTEST, int(key[3]))]
+    configs = [_config(needs, m, n, _compact(int(key[1])), warps, stages) for m, n, warps, stages in blocks]
     return next((c for c in configs if _fits(needs, c, key, _shared_memory() - 2048)), configs[-1])
+
+
+def _preferred(needs: _Needs, key: Key) -> list[tuple[int, int, int, int]]:
+    """Outer block, inner block, warps, stages; from the greatest, down to what fits everywhere."""
+    large = [(128, 128, 8, 2), (128, 64, 8, 2)] if needs is _FORWARD else [(128, 64, 8, 2)]
+    small = [(64, 64, 4, 2), (64, 32, 4, 2), (64, 32, 4, 1), (32, 32, 4, 1), (16, 16, 4, 1)]
+    return small[2:] if key[0] == "float32" else large + small
 
 
 @dataclass(frozen=True)
@@ -191,30 +210,19 @@ def _problem_dkv(key: Key, device: torch.device) -> Problem:
 
 
 def _tunable(
-    name: str,
-    kernel: Any,
-    needs: _Needs,
-    preferences: _Preferences,
-    problem: Callable[[Key, torch.device], Problem],
+    name: str, kernel: Any, needs: _Needs, problem: Callable[[Key, torch.device], Problem]
 ) -> Tunable:
     return register(
         Tunable(
             name,
             (kernel,),
-            default=lambda key: _default(needs, preferences, key),
+            default=lambda key: _default(needs, key),
             candidates=lambda key: _candidates(needs, key),
             problem=problem,
         )
     )
 
 
-_SMALL: _Preferences = ((64, 64, 4, 2), (64, 32, 4, 2), (32, 32, 4, 1), (16, 16, 4, 1))
-FORWARD = _tunable(
-    "attention_forward",
-    kernels.forward,
-    _FORWARD,
-    ((128, 128, 8, 2), (128, 64, 8, 2), *_SMALL),
-    _problem_forward,
-)
-DQ = _tunable("attention_dq", kernels.backward_queries, _DQ, ((128, 64, 8, 2), *_SMALL), _problem_dq)
-DKV = _tunable("attention_dkv", kernels.backward_keys, _DKV, ((64, 128, 8, 2), *_SMALL), _problem_dkv)
+FORWARD = _tunable("attention_forward", kernels.forward, _FORWARD, _problem_forward)
+DQ = _tunable("attention_dq", kernels.backward_queries, _DQ, _problem_dq)
+DKV = _tunable("attention_dkv", kernels.backward_keys, _DKV, _problem_dkv)

@@ -43,7 +43,7 @@ def varlen_attention(
 
     Returns:
         Like q. Queries that see no key give zeros. Rows of no sequence give zeros, and get gradients of zero, whatever
-        they hold, NaN included. fp32 operands are multiplied in fp32, not tf32.
+        they hold, NaN included. The kernels multiply fp32 operands as three products of tf32.
 
     Raises:
         TypeError: dtypes that differ or are not supported, or offsets that are not int32.
