@@ -180,9 +180,8 @@ class GroupedMoE(nn.Module):
             setattr(made, name, nn.Parameter(stacked.contiguous()))
         return made
 
-    def forward(self, x: Tensor) -> Tensor:
-        shape = x.shape
-        x = x.reshape(-1, shape[-1])
+    def route(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Rows in the order of their experts: weights [R, 1], places among tokens x top_k [R]; ends [E]."""
         chance = F.softmax(self.r(x).float(), -1)
         weight, index = chance.topk(self.top_k, -1)
         weight = weight / weight.sum(-1, keepdim=True)
@@ -190,14 +189,19 @@ class GroupedMoE(nn.Module):
         order = torch.argsort(expert, stable=True)
         ones = torch.ones_like(expert, dtype=torch.int32)
         counts = torch.zeros(self.experts, device=x.device, dtype=torch.int32).index_add_(0, expert, ones)
-        ends = torch.cumsum(counts, 0).to(torch.int32)
+        return weight.flatten()[order, None], order, torch.cumsum(counts, 0).to(torch.int32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        shape = x.shape
+        x = x.reshape(-1, shape[-1])
+        weight, order, ends = self.route(x)
         token = order // self.top_k
         h = x[token].bfloat16()
         gate = torch._grouped_mm(h, self.g.bfloat16(), offs=ends)
         inner = F.silu(gate) * torch._grouped_mm(h, self.u.bfloat16(), offs=ends)
         y = torch._grouped_mm(inner, self.d.bfloat16(), offs=ends)
         out = torch.zeros_like(x, dtype=torch.float32)
-        out.index_add_(0, token, y.float() * weight.flatten()[order, None])
+        out.index_add_(0, token, y.float() * weight)
         return out.to(x.dtype).view(shape)
 
 
@@ -240,13 +244,17 @@ class LM(nn.Module):
         """cos and sin of the first ``length`` positions."""
         return self.c[:length], self.s_[:length]
 
-    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
+    def hidden(self, ids: Tensor) -> Tensor:
+        """What the head reads, [B, T, width]."""
         x = self.e(ids)
         tables = self.tables(x.shape[1])
         for block in self.b:
             x = block(x, tables)
+        return self.n(x)
+
+    def forward(self, ids: Tensor, labels: Tensor) -> Tensor:
         assert self.head is not None
-        return F.cross_entropy(self.head(self.n(x)).float().flatten(0, 1), labels.flatten())
+        return F.cross_entropy(self.head(self.hidden(ids)).float().flatten(0, 1), labels.flatten())
 
 
 class VisionBlock(nn.Module):

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from measure import Case, Prepared, Row, forget_moments, reload_weights
 from stock import LEARNING_RATE
+from torch import nn
 from workloads import Workload
 
 from lf_graph import Launch, TrainStep
@@ -16,7 +18,11 @@ from lf_graph import Launch, TrainStep
 
 @dataclass(frozen=True)
 class Ours:
-    """One configuration of TrainStep."""
+    """One configuration of TrainStep.
+
+    ``change`` puts fused modules into the accelerated model, ``loss`` takes the place of the workload's, and ``around``
+    is entered for as long as the row lives, on a GPU.
+    """
 
     name: str = "lf-graph"
     compile: str = "blocks"
@@ -24,18 +30,25 @@ class Ours:
     options: dict[str, Any] = field(default_factory=dict)
     launch: Launch | None = None
     expect_s: float = 55.0
+    change: Callable[[nn.Module], nn.Module] = lambda model: model
+    loss: Callable[[nn.Module, Any], torch.Tensor] | None = None
+    around: Callable[[], AbstractContextManager[Any]] = nullcontext
 
 
 def prepare(case: Case, ours: Ours) -> Prepared:
     """Set one configuration up."""
-    model = case.workload.accelerate(case.model())
+    undo = ExitStack()
+    if case.device.type == "cuda":
+        undo.enter_context(ours.around())
+    model = ours.change(case.workload.accelerate(case.model()))
+    loss = ours.loss or case.workload.loss
     case.workload.freeze(model)
     trained = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
     step = TrainStep(
         model,
         optimizer,
-        loss=lambda *batch: case.workload.loss(model, list(batch)),
+        loss=lambda *batch: loss(model, list(batch)),
         autocast=torch.bfloat16,
         compile=ours.compile if case.device.type == "cuda" else "off",
         compile_options=ours.options,
@@ -48,14 +61,15 @@ def prepare(case: Case, ours: Ours) -> Prepared:
         return step(*batch).loss
 
     def restart() -> None:
-        fresh = case.workload.accelerate(case.model())
+        fresh = ours.change(case.workload.accelerate(case.model()))
         reload_weights(model, fresh)
         forget_moments(optimizer)
 
+    undo.callback(step.close)
     return Prepared(
         run,
         restart,
-        close=step.close,
+        close=undo.close,
         trainable=sum(p.numel() for p in trained),
         facts=step.info,
         feeds=batch,

@@ -21,7 +21,7 @@ MODULES = (
     "curves",
     "peers.tune_stock",
 )
-LAZY = ("workload_n16", "ours", "peers", "bench_hf", "bench_pieces")
+LAZY = ("workload_n16", "ours", "fused", "tuned", "peers", "bench_hf", "bench_pieces")
 
 
 def loaded() -> Iterator[Any]:
