@@ -386,7 +386,7 @@ def test_compiled_for_a_gpu_a_backward_moves_16_bytes_at_once(width: int, rows: 
             "D": width, "BLOCK": 1 << (width - 1).bit_length(), "ROWS": rows,
             "x_inner": 1, "dy_inner": 1, "ds_inner": 1,
             "CENTRED": True, "DSUMMED": True, "WEIGHT": True, "PER_SAMPLE": True, "BRANCH": True, "DWEIGHT": True,
-            "DBIAS": True,
+            "DBIAS": True, "STAGES": 1,
         },
     )  # fmt: skip
     found = sm90.accesses(text)

@@ -78,7 +78,13 @@ def launch_forward(config: Config, x: Tensor, y: Tensor, gate: Tensor) -> Tensor
     out = _output(x, y)
     if not out.numel():
         return out
-    stream, branch, gate, samples, width = rows_of(x), rows_of(y), dense(gate), samples_of(gate), x.shape[-1]
+    stream, branch, gate, samples, width = (
+        rows_of(x),
+        rows_of(y),
+        dense(gate),
+        samples_of(gate),
+        int(x.shape[-1]),
+    )
     tokens = stream.number // samples
     grid = (samples * triton.cdiv(tokens, config["ROWS"]) * triton.cdiv(width, config["BLOCK"]),)
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -101,7 +107,7 @@ def launch_backward(
     if not y.numel():
         return dy, dgate.zero_()
     upstream, branch, dense_gate = rows_of(grad), rows_of(y), dense(gate)
-    samples, width = samples_of(gate), y.shape[-1]
+    samples, width = samples_of(gate), int(y.shape[-1])
     tokens, cuts = branch.number // samples, triton.cdiv(width, config["BLOCK"])
     splits = splits_of(config["PROGRAMS"], samples * cuts, triton.cdiv(tokens, config["ROWS"]), y.device)
     partials = y.new_empty((samples, splits, width) if gate_wanted else (0,), dtype=torch.float32)
@@ -120,7 +126,7 @@ def _backward_outputs(y: Tensor, gate: Tensor, gate_wanted: bool) -> tuple[Tenso
 
 
 def _key(y: Tensor) -> Key:
-    return y.shape[-1], str(y.dtype).removeprefix("torch.")
+    return int(y.shape[-1]), str(y.dtype).removeprefix("torch.")
 
 
 def _columns(key: Key) -> int:

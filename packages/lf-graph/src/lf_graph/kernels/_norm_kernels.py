@@ -77,7 +77,7 @@ def norm_rows_backward(
     weight, weight_stride, statistics, dx, dbranch, partials, tokens, splits,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, CENTRED: tl.constexpr, DSUMMED: tl.constexpr,
     WEIGHT: tl.constexpr, PER_SAMPLE: tl.constexpr, BRANCH: tl.constexpr, DWEIGHT: tl.constexpr,
-    DBIAS: tl.constexpr,
+    DBIAS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """dx of every splits-th tile of one sample's rows, and their part of dweight and dbias.
 
@@ -93,7 +93,7 @@ def norm_rows_backward(
         w = row_of_sample(weight, sample, weight_stride, columns, D)
         if PER_SAMPLE:
             w = w + 1
-    for start in range(split * ROWS, tokens, splits * ROWS):
+    for start in tl.range(split * ROWS, tokens, splits * ROWS, num_stages=STAGES):
         token = start + tl.arange(0, ROWS)
         row = sample * tokens + token
         mask = (token < tokens)[:, None] & (columns < D)[None, :]
@@ -161,7 +161,7 @@ def norm_forward(
     config: Config, x: Tensor, residual: Tensor | None, norm: Norm, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor, Tensor]:
     """y in ``dtype``, x + residual (empty without one) in their common dtype, statistics fp32 [1 or 2, rows]."""
-    rows, width = rows_of(x), x.shape[-1]
+    rows, width = rows_of(x), int(x.shape[-1])
     others = rows if residual is None else rows_of(residual)
     weight, bias = (w if w is None else dense(w) for w in (norm.weight, norm.bias))
     y, summed, statistics = norm_outputs(x, residual, norm.centred, dtype)
@@ -216,7 +216,7 @@ def norm_backward(
     wanted: Wanted,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """dx (with ``dsummed`` added), its copy (or empty), and sums [weight + bias, samples, D]."""
-    rows, width, samples = rows_of(x), x.shape[-1], norm.samples
+    rows, width, samples = rows_of(x), int(x.shape[-1]), norm.samples
     grads, adds = rows_of(dy), rows if dsummed is None else rows_of(dsummed)
     weight = None if norm.weight is None else dense(norm.weight)
     dx, branch, _ = backward_outputs(x, samples, wanted)
@@ -232,7 +232,7 @@ def norm_backward(
                 D=width, BLOCK=triton.next_power_of_2(width), ROWS=config["ROWS"], CENTRED=norm.centred,
                 DSUMMED=dsummed is not None, WEIGHT=weight is not None, PER_SAMPLE=norm.per_sample,
                 BRANCH=wanted.branch is not None, DWEIGHT=wanted.weight, DBIAS=wanted.bias,
-                num_warps=config.num_warps, num_stages=config.num_stages,
+                STAGES=config.num_stages, num_warps=config.num_warps, num_stages=config.num_stages,
             )  # fmt: skip
             return dx, branch, sum_partials(partials, wanted.dtype)
     return dx, branch, partials.sum(2).to(wanted.dtype)

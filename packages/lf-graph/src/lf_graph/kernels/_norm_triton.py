@@ -29,7 +29,14 @@ _ELEMENTS = 1 << 24  # of a problem: 32 MiB in bf16, well past the caches' share
 def norm_key(x: Tensor, residual: bool, norm: Norm) -> Key:
     """Width, dtype, centred, with a residual, affine, one row of weights per sample."""
     affine = norm.weight is not None
-    return (x.shape[-1], str(x.dtype).removeprefix("torch."), norm.centred, residual, affine, norm.per_sample)
+    return (
+        int(x.shape[-1]),
+        str(x.dtype).removeprefix("torch."),
+        norm.centred,
+        residual,
+        affine,
+        norm.per_sample,
+    )
 
 
 def _block(key: Key) -> int:
@@ -53,23 +60,27 @@ def _warps(elements: int) -> int:
 
 
 def _tiles(key: Key) -> list[tuple[int, int]]:
-    """(rows, warps) of tiles of 512 to 8192 elements (or one row), 4 to 64 elements a thread."""
+    """(rows, warps) of tiles of up to 8192 elements (or one row), 8 to 32 elements a thread."""
     block = _block(key)
     tiles = [(r, w) for r in (1, 2, 4, 8, 16, 32, 64) for w in (1, 2, 4, 8, 16, 32)]
-    fits = [(r, w) for r, w in tiles if r == 1 or 512 <= r * block <= 8192]
-    return [(r, w) for r, w in fits if 4 <= r * block / (32 * w) <= 64] or [(1, 1)]
+    fits = [(r, w) for r, w in tiles if r == 1 or r * block <= 8192]
+    return [(r, w) for r, w in fits if 8 <= r * block / (32 * w) <= 32]
 
 
 def _forward_candidates(key: Key) -> Sequence[Config]:
-    return [Config((("ROWS", r),), num_warps=w, num_stages=1) for r, w in _tiles(key)]
+    tried = [Config((("ROWS", r),), num_warps=w, num_stages=1) for r, w in _tiles(key)]
+    return list(dict.fromkeys([_default_forward(key), *tried]))
 
 
 def _backward_candidates(key: Key) -> Sequence[Config]:
-    return [
-        Config((("ROWS", r), ("PROGRAMS", p)), num_warps=w, num_stages=1)
+    """With two stages the rows of the next tile travel while this one is computed."""
+    tried = [
+        Config((("ROWS", r), ("PROGRAMS", p)), num_warps=w, num_stages=stages)
         for r, w in _tiles(key)
-        for p in (1, 2, 4, 8)
+        for stages in (1, 2)
+        for p in (2, 4, 8)
     ]
+    return list(dict.fromkeys([_default_backward(key), *tried]))
 
 
 def _inputs(key: Key, device: torch.device) -> tuple[Tensor, Tensor | None, Norm]:

@@ -14,7 +14,8 @@ from torch.library import wrap_triton
 
 from lf_graph.kernels._interpreter import cast, tl, triton
 
-_BLOCK_COLUMNS, _BLOCK_SPLITS = 64, 32
+# Few programs read many partial sums each: 16 loads in flight a thread hide the latency of memory.
+_BLOCK_COLUMNS, _BLOCK_SPLITS = 32, 128
 
 
 @triton.jit
@@ -37,10 +38,11 @@ def add_partials(partials, sums, splits, D: tl.constexpr, SPLITS: tl.constexpr, 
 def sum_partials(partials: Tensor, dtype: torch.dtype) -> Tensor:
     """[..., splits, D] fp32 partial sums to [..., D] in ``dtype``, added in a fixed order."""
     *leading, splits, width = partials.shape
+    width = int(width)
     sums = torch.empty(*leading, width, dtype=dtype, device=partials.device)
     grid = (sums.numel() // max(width, 1) * triton.cdiv(width, _BLOCK_COLUMNS),)
     if grid[0]:
         wrap_triton(add_partials)[grid](
-            partials, sums, splits, D=width, SPLITS=_BLOCK_SPLITS, COLUMNS=_BLOCK_COLUMNS, num_warps=4
+            partials, sums, splits, D=width, SPLITS=_BLOCK_SPLITS, COLUMNS=_BLOCK_COLUMNS, num_warps=8
         )
     return sums

@@ -88,8 +88,9 @@ def launch(
     q, k, cos = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos))
     if sin.stride() != cos.stride():
         cos, sin = cos.contiguous(), sin.contiguous()
-    batch, tokens, heads, width = q.shape
-    q_rows, k_rows, half = batch * tokens * heads, batch * tokens * k.shape[2], cos.shape[-1]
+    batch, tokens = q.shape[:2]
+    heads, kv_heads, width, half = (int(n) for n in (q.shape[2], k.shape[2], q.shape[3], cos.shape[-1]))
+    q_rows, k_rows = batch * tokens * heads, batch * tokens * kv_heads
     rows = config["ROWS"]
     grid = (triton.cdiv(q_rows, rows) + triton.cdiv(k_rows, rows),)
     if not grid[0]:
@@ -100,7 +101,7 @@ def launch(
         wrap_triton(rotate_heads)[grid](
             q, *q.stride()[:3], q_out, k, *k.stride()[:3], k_out, cos, sin,
             cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2), where, *steps,
-            cos.shape[-2], tokens, q_rows, k_rows, Q_HEADS=heads, K_HEADS=k.shape[2], D=width, HALF=half,
+            cos.shape[-2], tokens, q_rows, k_rows, Q_HEADS=heads, K_HEADS=kv_heads, D=width, HALF=half,
             BLOCK=triton.next_power_of_2(half), REST=_rest(width, half), POSITIONS=positions is not None,
             INVERSE=inverse, **config.keywords(),
         )  # fmt: skip
@@ -119,7 +120,7 @@ def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _key(q: Tensor, cos: Tensor) -> Key:
-    return q.shape[-1], cos.shape[-1], str(q.dtype).removeprefix("torch.")
+    return int(q.shape[-1]), int(cos.shape[-1]), str(q.dtype).removeprefix("torch.")
 
 
 def _block(key: Key) -> int:
