@@ -252,3 +252,14 @@ def test_on_a_gpu_the_captured_curve_is_the_eager_one(bench: Any, tmp_path: Path
     graphs = [v for v in json.loads(out.read_text())["verdicts"] if v["row"] == "graph"]
     assert len(graphs) == 3
     assert all(not v["error"] and v["distance"] < max(v["eager_spread"], 1e-3) for v in graphs), graphs
+
+
+def test_rows_on_8_bits_train_near_the_reference(bench: Any, tmp_path: Path) -> None:
+    out = tmp_path / "curves.json"
+    command = ["--tiny", "--workloads", "lm", "--rows", "float8_rows", "--steps", "3", "--seeds", "1"]
+
+    bench.curves.main([*command, "--json", str(out)])
+
+    found = {v["row"]: v for v in json.loads(out.read_text())["verdicts"]}
+    for scaling in ("tensor", "row"):
+        assert 0 < found[f"eager, float8 by {scaling}"]["distance"] < 0.01

@@ -7,7 +7,6 @@ are functions of the input's shape, forward and backward, so the layer can be ca
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple, Self
 
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor, nn
 from lf_graph._errors import GraphError
 from lf_graph._moe_experts import ExpertBackend, Experts, check_backend_name, choose_backend
 from lf_graph._moe_route import Routing, gather_sum, load_balance_loss, route, router_z_loss, spread
+from lf_graph.kernels._inputs import no_autocast
 
 
 class MoEOutput(NamedTuple):
@@ -210,11 +210,3 @@ def compute_dtype(weight: Tensor, x: Tensor) -> torch.dtype:
             f"input {x.dtype} and weights {weight.dtype} differ; use autocast or cast one of them"
         )
     return x.dtype
-
-
-def no_autocast(device: torch.device) -> AbstractContextManager[None]:
-    """Autocast off: every cast in this layer is written out."""
-    if device.type == "meta":
-        return nullcontext()
-    off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
-    return off

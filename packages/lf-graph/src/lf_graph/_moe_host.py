@@ -18,10 +18,11 @@ from lf_graph._backend import backend_for
 from lf_graph._capture import Captured, capture
 from lf_graph._errors import GraphCaptureError, GraphError
 from lf_graph._frames import user_line
-from lf_graph._moe import MoE, compute_dtype, no_autocast, row_weights
+from lf_graph._moe import MoE, compute_dtype, row_weights
 from lf_graph._moe_experts import Experts, weighted_swiglu
 from lf_graph._moe_route import Routing, gather_sum, spread
 from lf_graph._pool import GraphPool
+from lf_graph.kernels._inputs import no_autocast
 
 
 @dataclass(frozen=True)

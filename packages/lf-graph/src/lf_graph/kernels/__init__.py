@@ -1,7 +1,9 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
+from lf_graph.kernels._float8_module import Float8Linear, to_float8
 from lf_graph.kernels.attention import attention_lengths, varlen_attention
+from lf_graph.kernels.float8_linear import float8_linear
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.grouped_experts import grouped_experts
@@ -12,11 +14,13 @@ from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
 
 __all__ = [
+    "Float8Linear",
     "Implementation",
     "KernelUnavailableError",
     "add_layer_norm",
     "add_rms_norm",
     "attention_lengths",
+    "float8_linear",
     "gated_residual",
     "gelu_tanh",
     "grouped_experts",
@@ -28,5 +32,6 @@ __all__ = [
     "rms_norm",
     "rope",
     "swiglu",
+    "to_float8",
     "varlen_attention",
 ]

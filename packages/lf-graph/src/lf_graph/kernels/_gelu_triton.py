@@ -116,6 +116,9 @@ def gelu_backward(
         tl.store(partials + tl.program_id(0).to(tl.int64) * columns + column, total, mask=inside)
 
 
+TUNED_ROWS = 2048
+
+
 def _candidates(key: Key) -> list[Config]:
     return [
         Config((("BLOCK", b), ("GROUPS", g)), w)
@@ -136,11 +139,11 @@ def _key(x: Tensor, bias: bool, dropout: bool) -> Key:
 
 
 def _problem(key: Key, device: torch.device) -> Problem:
-    """2048 rows, forward and backward."""
+    """Forward and backward."""
     from lf_graph.kernels.gelu import gelu_tanh_plain
 
     dtype, columns, p = getattr(torch, str(key[0])), int(key[3]), 0.2 if key[2] else 0.0
-    x, grad = (torch.randn(2048, columns, device=device).to(dtype) for _ in range(2))
+    x, grad = (torch.randn(TUNED_ROWS, columns, device=device).to(dtype) for _ in range(2))
     bias = torch.randn(columns, device=device) if key[1] else None
     seed = torch.tensor([1, 2], device=device) if key[2] else None
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import Tensor
 
@@ -39,3 +41,11 @@ def as_rows(x: Tensor) -> Tensor:
     """x [..., C] as [rows, C] with neighbours in a row side by side; a view where its strides allow one."""
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])
     return flat if flat.stride(1) == 1 or flat.shape[1] == 1 else flat.contiguous()
+
+
+def no_autocast(device: torch.device) -> AbstractContextManager[None]:
+    """Autocast off, where every cast is written out."""
+    if device.type == "meta":
+        return nullcontext()
+    off: AbstractContextManager[None] = torch.autocast(device.type, enabled=False)
+    return off

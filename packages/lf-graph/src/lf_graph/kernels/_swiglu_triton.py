@@ -73,6 +73,9 @@ def swiglu_backward(
         tl.store(grad_weight + row, tl.sum(total))
 
 
+TUNED_ROWS = 8192
+
+
 def _candidates(key: Key) -> list[Config]:
     return [Config((("BLOCK", b),), w) for b in (512, 1024, 2048, 4096) for w in (4, 8) if b >= 128 * w]
 
@@ -87,10 +90,10 @@ def _key(gate: Tensor, weighted: bool) -> Key:
 
 
 def _problem(key: Key, device: torch.device) -> Problem:
-    """8192 rows, forward and backward."""
+    """Forward and backward."""
     dtype, columns = getattr(torch, str(key[0])), int(key[2])
-    gate, up, grad = (torch.randn(8192, columns, device=device).to(dtype) for _ in range(3))
-    weight = torch.rand(8192, device=device) if key[1] else None
+    gate, up, grad = (torch.randn(TUNED_ROWS, columns, device=device).to(dtype) for _ in range(3))
+    weight = torch.rand(TUNED_ROWS, device=device) if key[1] else None
 
     def run(config: Config) -> tuple[Tensor, ...]:
         out = torch.empty_like(gate)
@@ -98,7 +101,7 @@ def _problem(key: Key, device: torch.device) -> Problem:
         grads = (
             torch.empty_like(gate),
             torch.empty_like(up),
-            torch.empty(8192 if key[1] else 0, device=device),
+            torch.empty(TUNED_ROWS if key[1] else 0, device=device),
         )
         _launch_backward(grad, gate, up, weight, grads, config)
         return (out, *(grads if key[1] else grads[:2]))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels._inputs import runs_on_triton
+from lf_graph.kernels._inputs import no_autocast, runs_on_triton
 from lf_graph.kernels.grouped_gemm import (
     Parts,
     autocast,
@@ -60,7 +60,8 @@ def grouped_experts(
     _check(x, gate_up, down, weight, offsets, tokens, rows)
     triton = runs_on_triton("grouped_experts", implementation, x)
     given = (x, gate_up, down, weight, offsets, tokens, rows)
-    out: Tensor = _GroupedExperts.apply(*given, triton)  # type: ignore[no-untyped-call]
+    with no_autocast(x.device):
+        out: Tensor = _GroupedExperts.apply(*given, triton)  # type: ignore[no-untyped-call]
     return out
 
 

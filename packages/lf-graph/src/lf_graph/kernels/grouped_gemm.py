@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels._inputs import runs_on_triton
+from lf_graph.kernels._inputs import no_autocast, runs_on_triton
 
 
 def grouped_gemm(
@@ -55,7 +55,8 @@ def grouped_gemm(
             "grouped_gemm: x wants a gradient; give rows [T, top_k], the rows of each of its tokens"
         )
     triton = runs_on_triton("grouped_gemm", implementation, x)
-    out: Tensor = _GroupedGemm.apply(x, weights, offsets, tokens, rows, triton)  # type: ignore[no-untyped-call]
+    with no_autocast(x.device):
+        out: Tensor = _GroupedGemm.apply(x, weights, offsets, tokens, rows, triton)  # type: ignore[no-untyped-call]
     return out
 
 
