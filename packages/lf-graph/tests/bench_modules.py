@@ -21,11 +21,7 @@ MODULES = (
     "curves",
     "peers.tune_stock",
 )
-<<<<<<< HEAD
-LAZY = ("workload_n16", "ours", "fused", "tuned", "peers", "bench_hf", "bench_pieces")
-=======
-LAZY = ("workload_n16", "ours", "peers", "bench_hf", "bench_pieces", "float8_rows")
->>>>>>> e6a1cea (Run linear layers on 8-bit products, scaled on the device, on request)
+LAZY = ("workload_n16", "ours", "fused", "tuned", "peers", "bench_hf", "bench_pieces", "float8_rows")
 
 
 def loaded() -> Iterator[Any]:
