@@ -3,6 +3,8 @@
 import pytest
 import torch
 from torch import distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 from lf_memory.gradients import PlanError, predict
@@ -44,6 +46,13 @@ def test_gradients_beside_buckets_are_all_alive(gpt, gloo, tied):
     found = third_step(DistributedDataParallel(model))
     assert found.gradient_peak_bytes == pytest.approx(plan.gradient_peak_bytes, rel=0.02)
     assert found.backward_peak_bytes == pytest.approx(plan.backward_peak_bytes, rel=0.02)
+
+
+def test_a_sharded_model_is_refused(gpt, gloo):
+    model = gpt()
+    fully_shard(model, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.raises(PlanError, match="DTensor: plan the model before it is sharded"):
+        predict(model, IDS)
 
 
 def test_a_wrapped_model_is_refused_and_left_usable(gpt, gloo):

@@ -230,6 +230,18 @@ class TestRefusals:
             predict(loss)
         assert "real" in caught.value.__notes__[0]
 
+    @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+    def test_gradients_that_are_switched_off(self, gpt, ids, off):
+        model = gpt()
+        with off(), pytest.raises(PlanError, match="outside of no_grad"):
+            predict(model, ids)
+
+    def test_compiled_code(self, gpt, ids):
+        model = gpt()
+        for compiled in (torch.compile(model), torch.compile(lambda ids: model(ids))):
+            with pytest.raises(PlanError, match=r"compiled.*_orig_mod"):
+                predict(compiled, ids, model=model)
+
     def test_an_unknown_kind_of_tensors(self):
         with pytest.raises(PlanError, match="give fake or real"):
             predict(nn.Linear(2, 2), tensors="meta")

@@ -227,6 +227,44 @@ def test_gradients_random_state_and_hooks_are_as_before(gpt):
         assert words in str(found)
 
 
+def test_hooks_of_modules_and_tensors_run_in_both(gpt):
+    model, seen = gpt(), []
+    model.blocks[0].register_full_backward_hook(lambda *_: seen.append("block"))
+    model.norm.register_full_backward_pre_hook(lambda *_: seen.append("norm"))
+    model.head.weight.register_hook(lambda gradient: gradient * 0.5)
+    plan = predict(model, IDS)
+    assert seen == ["norm", "block"]
+    assert verify(plan, model, IDS).within(0.001)
+
+
+def test_reparametrized_weights_and_their_buffers_are_as_before():
+    normed = nn.utils.parametrizations.weight_norm(nn.Linear(64, 64))
+    model = nn.Sequential(normed, nn.utils.parametrizations.spectral_norm(nn.Linear(64, 64)))
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+
+    def loss(x):
+        return model(x).square().mean()
+
+    for tensors in ("fake", "real"):
+        plan = predict(loss, X[:4, :64], model=model, tensors=tensors)
+        assert verify(plan, loss, X[:4, :64], model=model).within(0.001)
+    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
+
+
+def test_arguments_with_gradients_keep_theirs():
+    model, x = nn.Linear(256, 256), X.clone().requires_grad_()
+    x.grad = before = torch.ones_like(x)
+
+    def loss(x):
+        return model(x).square().mean()
+
+    for tensors in ("fake", "real"):
+        plan = predict(loss, x, model=model, tensors=tensors)
+        assert {one.name for one in plan.placements} == {"weight", "bias"}
+        assert verify(plan, loss, x, model=model).within(0.001)
+        assert x.grad is before
+
+
 def test_another_model_is_refused(gpt):
     with pytest.raises(PlanError, match=r"another model.*blocks\.2"):
         verify(predict(gpt(layers=3), IDS), gpt(), IDS)

@@ -24,6 +24,21 @@ def losses_of(result: Any) -> list[torch.Tensor]:
     return scalars
 
 
+def check_runs(fn: Callable[..., Any]) -> None:
+    """Refuse what cannot be recorded as it runs.
+
+    Raises:
+        PlanError: gradients are off, or the function is compiled.
+    """
+    if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
+        raise PlanError("gradients are switched off here: call this outside of no_grad and inference_mode")
+    if hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod"):
+        raise PlanError(
+            "the function is compiled: what is recorded would be the eager code, and not the compiler's memory; plan "
+            "what was compiled (._orig_mod of a module) for that"
+        )
+
+
 def models_of(fn: Callable[..., Any], model: Models | None) -> list[nn.Module]:
     """The modules whose parameters get gradients; `fn` itself if it is one and no other is named."""
     if model is None:

@@ -10,7 +10,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicO
 
 from ._errors import PlanError
 from ._fake import FakeWorld
-from ._losses import Models, models_of, named_parameters
+from ._losses import Models, check_runs, models_of, named_parameters
 from ._plan import Plan
 from ._policy import BUCKET_BYTES, Mode, Policy
 from ._real import RealWorld
@@ -66,6 +66,7 @@ def predict(
     if isinstance(fn, torch.Tensor):
         models = models_of(lambda: None, model)
         return read_graph(fn, {id(one): name for name, one in named_parameters(models)}, policy)
+    check_runs(fn)
     models = models_of(fn, model)
     store = None if dag_cache_path is None else Store(dag_cache_path, rebuild)
     if tensors == "real":

@@ -6,6 +6,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_leaves
 
 from ._errors import PlanError
 from ._losses import named_parameters
@@ -30,8 +31,9 @@ class RealWorld:
     def run(self, work: Callable[[], T]) -> T:
         """Do something that may run forward and backward passes."""
         buffers = [buffer for model in self._models for buffer in model.buffers()]
+        leaves = [x for x in tree_leaves(self.args) if isinstance(x, torch.Tensor) and x.is_leaf]
         with ExitStack() as stack:
-            stack.enter_context(set_aside(self.parameters))
+            stack.enter_context(set_aside([*self.parameters.values(), *leaves]))
             stack.enter_context(_unchanged(buffers))
             stack.enter_context(torch.random.fork_rng(_cuda_devices(self.parameters.values())))
             return work()
@@ -47,21 +49,21 @@ def refuse_hooks(parameters: Mapping[str, nn.Parameter]) -> None:
 
 
 @contextmanager
-def set_aside(parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-    """Parameters have no gradients within, and their own again after."""
-    gradients = {name: parameter.grad for name, parameter in parameters.items()}
-    clear(parameters)
+def set_aside(leaves: Sequence[torch.Tensor]) -> Iterator[None]:
+    """Leaves have no gradients within, and their own again after."""
+    gradients = [leaf.grad for leaf in leaves]
+    clear(leaves)
     try:
         yield
     finally:
-        for name, gradient in gradients.items():
-            parameters[name].grad = gradient
+        for leaf, gradient in zip(leaves, gradients, strict=True):
+            leaf.grad = gradient
 
 
-def clear(parameters: Mapping[str, nn.Parameter]) -> None:
+def clear(leaves: Iterable[torch.Tensor]) -> None:
     """Drop all gradients."""
-    for parameter in parameters.values():
-        parameter.grad = None
+    for leaf in leaves:
+        leaf.grad = None
 
 
 @contextmanager

@@ -8,6 +8,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_leaves
 
 from ._errors import PlanError
 from ._hooks import following, gradient_bytes
@@ -54,7 +55,7 @@ def run_step(
     with recorder:
         losses = losses_of(fn(*world.args))
     graph = walk(losses, {id(parameter): name for name, parameter in world.parameters.items()})
-    _refuse_strangers(graph, world.parameters)
+    _refuse_strangers(graph, [*world.parameters.values(), *tree_leaves(world.args)])
 
     def build() -> Plan:
         return _assemble(graph, policy, method, _record_backward(losses, graph, world, policy, recorder))
@@ -119,12 +120,12 @@ def _key(graph: Graph, policy: Policy, method: Method) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _refuse_strangers(graph: Graph, parameters: Mapping[str, nn.Parameter]) -> None:
-    """The gradient of a real leaf that nobody named would be lost, or a fake one."""
-    known = set(map(id, parameters.values()))
+def _refuse_strangers(graph: Graph, leaves: Sequence[object]) -> None:
+    """The gradient of a real leaf that nobody named would be changed, or become a fake one."""
+    known = set(map(id, leaves))
     for node in graph.order:
         if is_leaf(node) and id(leaf := leaf_of(node)) not in known and not isinstance(leaf, FakeTensor):
             raise PlanError(
                 f"the loss depends on a tensor of shape {tuple(leaf.shape)} that requires a gradient and belongs to no "
-                "module given: pass the modules as model="
+                "module given: pass the modules as model=, and such inputs as arguments"
             )

@@ -8,7 +8,7 @@ import torch
 
 from ._errors import PlanError
 from ._hooks import following
-from ._losses import Models, losses_of, models_of
+from ._losses import Models, check_runs, losses_of, models_of
 from ._measure import Measured, measure
 from ._plan import MIB, Plan
 from ._real import RealWorld, clear
@@ -59,13 +59,14 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None 
     Raises:
         PlanError: the plan is of another model, or something would act on the gradients.
     """
+    check_runs(fn)
     world = RealWorld(models_of(fn, model), args)
     completed: set[str] = set()
 
     def backward(losses: list[torch.Tensor]) -> None:
         with following(world.parameters, plan.policy, lambda name, _: completed.add(name)):
             torch.autograd.backward(losses)
-        clear(world.parameters)
+        clear(world.parameters.values())
 
     measured = world.run(lambda: measure(lambda: losses_of(fn(*args)), backward, torch.device(plan.device)))
     _refuse_strange(plan, completed)
