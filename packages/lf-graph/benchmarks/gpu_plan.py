@@ -1,11 +1,12 @@
 """The whole set of measurements on one GPU, in calls that fit a lease: what runs, in which order, for how long at most.
 
-    python gpu_plan.py                        # print the plan
-    python gpu_plan.py --call 1 --out DIR     # run one call; JSON and logs land in DIR
+    python gpu_plan.py                            # print the plan
+    python gpu_plan.py --call vla --out DIR       # run one call; JSON and logs land in DIR
+    python gpu_plan.py --call small --only hf,adamw --out DIR
 
-Every command has its own budget and keeps the JSON of what it measured when it is cut short. Budgets are twice what the
-commands took on an H200 with 16 cores, where a cold Inductor cache costs most of the time; calls that follow each other
-on one machine share that cache.
+Every command has its own budget and keeps the JSON of what it measured when it is cut short. Ours come
+before stock: what they compile first is then compiled by nobody else (`prep s`). Budgets hold on an H200 with 16 cores,
+where a cold Inductor cache costs most of the time; calls that follow each other on one machine share that cache.
 """
 
 from __future__ import annotations
@@ -40,25 +41,31 @@ class Command:
         ]
 
 
-def step(workloads: str, out: str, seconds: int, *more: str) -> Command:
-    """Stock rows and ours of some workloads."""
-    rows = ("--workloads", workloads, "--rows", "stock,ours", "--budget-s", str(seconds - 20))
-    return Command("bench_step.py", (*rows, *more), out, seconds)
+def step(workloads: str, out: str, seconds: int, rows: str = "ours,stock", *more: str) -> Command:
+    """Our rows of some workloads, and the stock rows they are compared with."""
+    fixed = ("--workloads", workloads, "--rows", rows, "--budget-s", str(seconds - 20))
+    return Command("bench_step.py", (*fixed, *more), out, seconds)
 
 
 UNCOMPILED = ("--match", "not compiled")  # the kernels of eager PyTorch, launched as graphs
 
 CALLS: dict[str, tuple[Command, ...]] = {
-    "1": (step("vla", "vla", 560, "--processes", "3"),),
-    "2": (step("n16", "n16", 540),),
-    "3": (step("moe", "moe", 300), step("lm", "lm512", 180, "--match", "lm-512")),
-    "4": (
-        Command("bench_adamw.py", (), "adamw", 90),
-        Command("curves.py", (*UNCOMPILED, "--budget-s", "140"), "curves", 150),
-        Command("sweep.py", (*UNCOMPILED, "--budget-s", "120"), "sweep", 130),
-        Command("bench_hf.py", ("--batches", "1", "--budget-s", "165"), "hf", 175),
+    "vla": (step("vla", "vla", 450),),
+    "n16": (step("n16", "n16", 260, "ours,stock", "--match", "n16|16"),),
+    "experts": (step("moe", "moe", 480, "ours,fused,stock"),),
+    "language": (
+        step("lm", "lm512", 150, "ours,stock", "--match", "lm-512"),
+        step("lm", "lm2048", 250, "ours,fused,stock", "--match", "lm-2048"),
     ),
-    "5": (Command("bench_pieces.py", (), "pieces", 40),),
+    "small": (
+        Command("curves.py", (*UNCOMPILED, "--budget-s", "110"), "curves", 120),
+        Command("sweep.py", (*UNCOMPILED, "--budget-s", "90"), "sweep", 100),
+        Command("bench_hf.py", ("--batches", "1", "--budget-s", "130"), "hf", 140),
+        Command("bench_adamw.py", (), "adamw", 70),
+        Command("bench_pieces.py", (), "pieces", 40),
+    ),
+    "tune": (step("vla", "tune_ours", 570, "ours,tuned", "--match", "vla|16|lf-graph"),),
+    "peers": (step("vla", "tune_stock", 570, "stock,peers.tune_stock", "--match", "vla|16|whole"),),
 }
 
 
@@ -66,6 +73,7 @@ def arguments() -> argparse.Namespace:
     """Command line."""
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("--call", choices=CALLS)
+    p.add_argument("--only", default="", help="names of JSON files a,b,...: only these commands of the call")
     p.add_argument("--out", type=Path, default=Path("gpu-out"))
     return p.parse_args()
 
@@ -96,7 +104,8 @@ def main() -> None:
         return
     args.out.mkdir(parents=True, exist_ok=True)
     for command in CALLS[args.call]:
-        run(command, args.out)
+        if not args.only or command.out in args.only.split(","):
+            run(command, args.out)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from epilogue import GeluInProduct
 from measure import Row
 from ours import Ours, configurations, row_of
 from workloads import Workload
@@ -29,6 +30,8 @@ def variants(base: Ours) -> list[Ours]:
         told("coordinate descent", 40, coordinate_descent_tuning=True),
         told("combo kernels", 10, combo_kernels=True),
         told("max-autotune products", 150, **products),
+        told("dependent launches", 20, **{"triton.enable_pdl": True}),
+        told("GELU in the product", 20, pre_grad_custom_pass=GeluInProduct()),
         replace(base, name=f"{base.name}, 8-wide AdamW", launch=Launch(vector=8)),
         replace(base, name=f"{base.name}, AdamW blocks of 2048", launch=Launch(block=2048, warps=8)),
         replace(

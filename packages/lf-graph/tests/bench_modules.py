@@ -21,7 +21,17 @@ MODULES = (
     "curves",
     "peers.tune_stock",
 )
-LAZY = ("workload_n16", "ours", "fused", "tuned", "peers", "bench_hf", "bench_pieces", "float8_rows")
+LAZY = (
+    "workload_n16",
+    "ours",
+    "fused",
+    "tuned",
+    "epilogue",
+    "peers",
+    "bench_hf",
+    "bench_pieces",
+    "float8_rows",
+)
 
 
 def loaded() -> Iterator[Any]:

@@ -248,6 +248,7 @@ def compiler_variants(base: Variant) -> list[Variant]:
     return [
         with_options(base, "coordinate descent", base.expect_s + 60, coordinate_descent_tuning=True),
         with_options(base, "combo kernels", base.expect_s + 20, combo_kernels=True),
+        with_options(base, "dependent launches", base.expect_s + 20, **{"triton.enable_pdl": True}),
         pinned(base, "cudnn"),
         pinned(base, "flash"),
         replace(slow, name=f"{base.name}, compiled AdamW"),
