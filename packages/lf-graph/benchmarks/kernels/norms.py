@@ -13,6 +13,7 @@ from torch import Tensor
 from kernels import REFERENCE, Group, KernelRow, as_float64, compiled, forward_backward
 from lf_graph.kernels import (
     add_layer_norm,
+    add_layer_norm_modulate,
     add_rms_norm,
     gated_residual,
     layer_norm,
@@ -61,6 +62,12 @@ def eager_modulate(x: Tensor, s: Tensor, c: Tensor) -> Tensor:
     return F.layer_norm(x, x.shape[-1:], eps=EPS) * (1 + c[:, None]) + s[:, None]
 
 
+def eager_add_modulate(x: Tensor, r: Tensor, s: Tensor, c: Tensor) -> tuple[Tensor, Tensor]:
+    """The end of one block and the beginning of the next."""
+    total = x + r
+    return eager_modulate(total, s, c), total
+
+
 def liger_rms_norm(x: Tensor, w: Tensor) -> Any:
     """Liger-Kernel's operator; not in place, for that would spoil the gradient of the next call."""
     from liger_kernel.ops.rms_norm import LigerRMSNormFunction
@@ -106,6 +113,10 @@ CASES = (
     Case(
         "layer_norm_modulate", "xsc", 5, lambda x, s, c: layer_norm_modulate(x, s, c, EPS), eager_modulate,
         (ACTION, DIFFUSION),
+    ),
+    Case(
+        "add_layer_norm_modulate", "xrsc", 8, lambda x, r, s, c: add_layer_norm_modulate(x, r, s, c, EPS),
+        eager_add_modulate, (ACTION, DIFFUSION),
     ),
     Case("gated_residual", "xrs", 6, gated_residual, lambda x, r, s: x + s[:, None] * r, (ACTION, DIFFUSION)),
 )  # fmt: skip

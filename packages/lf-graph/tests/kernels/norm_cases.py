@@ -12,6 +12,7 @@ from torch import Tensor
 from lf_graph.kernels import (
     Implementation,
     add_layer_norm,
+    add_layer_norm_modulate,
     add_rms_norm,
     layer_norm,
     layer_norm_modulate,
@@ -27,6 +28,7 @@ CASES: dict[str, tuple[str, Callable[..., Any]]] = {
     "layer_norm_bare": ("x", lambda x, **k: layer_norm(x, **k)),
     "add_rms_norm": ("xrw", lambda x, r, w, **k: add_rms_norm(x, r, w, **k)),
     "add_layer_norm": ("xrwb", lambda x, r, w, b, **k: add_layer_norm(x, r, w, b, **k)),
+    "add_modulate": ("xrsc", lambda x, r, s, c, **k: add_layer_norm_modulate(x, r, s, c, **k)),
     "modulate": ("xsc", lambda x, s, c, **k: layer_norm_modulate(x, s, c, **k)),
 }
 

@@ -49,8 +49,8 @@ def test_the_twin_is_torch(case: str) -> None:
     affine = leaves.get("w"), leaves.get("b")
     if "rms" in case:
         expected = F.rms_norm(h, width, affine[0], 1e-6)
-    elif case == "modulate":
-        expected = F.layer_norm(x, width, eps=1e-5) * (1 + leaves["c"][:, None]) + leaves["s"][:, None]
+    elif "modulate" in case:
+        expected = F.layer_norm(h, width, eps=1e-5) * (1 + leaves["c"][:, None]) + leaves["s"][:, None]
     else:
         expected = F.layer_norm(h, width, *affine)
     y, *summed = run(case, leaves, "plain")
@@ -78,7 +78,7 @@ def assert_right(case: str, shape: tuple[int, ...], dtype: torch.dtype, seed: in
     assert_near(grads, gradients(expected, exact), 4, floor=1.0)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("case", CASES)
 def test_kernels_equal_float64(case: str, shape: tuple[int, ...], dtype: torch.dtype) -> None:

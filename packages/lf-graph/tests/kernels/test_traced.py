@@ -11,6 +11,7 @@ OPERATORS = {
     "add_rms_norm": (1, 2),
     "add_layer_norm": (1, 2),
     "layer_norm_modulate": (1, 2),
+    "add_layer_norm_modulate": (1, 2),
     "gated_residual": (1, 2),
     "rope": (1, 1),
 }

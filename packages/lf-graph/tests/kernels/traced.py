@@ -40,6 +40,7 @@ def _operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
         "add_rms_norm": (k.add_rms_norm, [stream, stream, row]),
         "add_layer_norm": (k.add_layer_norm, [stream, stream, row, row]),
         "layer_norm_modulate": (k.layer_norm_modulate, [stream, sample, sample]),
+        "add_layer_norm_modulate": (k.add_layer_norm_modulate, [stream, stream, sample, sample]),
         "gated_residual": (k.gated_residual, [stream, stream, sample]),
         "rope": (lambda q, v: k.rope(q, v, cos, cos), [(2, 3, 4, 48), (2, 3, 2, 48)]),
     }

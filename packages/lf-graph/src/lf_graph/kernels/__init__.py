@@ -9,7 +9,14 @@ from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.grouped_experts import grouped_experts
 from lf_graph.kernels.grouped_gemm import grouped_gemm
 from lf_graph.kernels.linear_cross_entropy import linear_cross_entropy
-from lf_graph.kernels.norm import add_layer_norm, add_rms_norm, layer_norm, layer_norm_modulate, rms_norm
+from lf_graph.kernels.norm import (
+    add_layer_norm,
+    add_layer_norm_modulate,
+    add_rms_norm,
+    layer_norm,
+    layer_norm_modulate,
+    rms_norm,
+)
 from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
 
@@ -18,6 +25,7 @@ __all__ = [
     "Implementation",
     "KernelUnavailableError",
     "add_layer_norm",
+    "add_layer_norm_modulate",
     "add_rms_norm",
     "attention_lengths",
     "float8_linear",

@@ -124,11 +124,37 @@ def layer_norm_modulate(
     Returns:
         [B, ..., D], contiguous.
     """
-    name = "layer_norm_modulate"
+    return _modulate("layer_norm_modulate", x, None, shift, scale, eps, dtype, implementation)[0]
+
+
+def add_layer_norm_modulate(
+    x: Tensor,
+    residual: Tensor,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float = 1e-5,
+    *,
+    dtype: torch.dtype | None = None,
+    implementation: Implementation = "auto",
+) -> tuple[Tensor, Tensor]:
+    """``layer_norm_modulate(x + residual, shift, scale)`` and the sum, as :func:`add_rms_norm`."""
+    return _modulate("add_layer_norm_modulate", x, residual, shift, scale, eps, dtype, implementation)
+
+
+def _modulate(
+    operator: str,
+    x: Tensor,
+    residual: Tensor | None,
+    shift: Tensor,
+    scale: Tensor,
+    eps: float,
+    dtype: torch.dtype | None,
+    implementation: Implementation,
+) -> tuple[Tensor, Tensor]:
     if x.dim() < 2:
-        raise ValueError(f"{name}: x is {list(x.shape)}: [batch, ..., width] is expected")
-    shift, scale = (of_sample(name, label, t, x) for label, t in (("shift", shift), ("scale", scale)))
-    return _norm(name, x, None, scale, shift, eps, True, dtype, implementation)[0]
+        raise ValueError(f"{operator}: x is {list(x.shape)}: [batch, ..., width] is expected")
+    shift, scale = (of_sample(operator, label, t, x) for label, t in (("shift", shift), ("scale", scale)))
+    return _norm(operator, x, residual, scale, shift, eps, True, dtype, implementation)
 
 
 def _norm(
@@ -165,7 +191,7 @@ def _check(
     require_floats(operator, x=x, residual=residual, weight=weight, bias=bias)
     require_shape(operator, "residual", residual, tuple(x.shape), "the shape of x")
     for name, w in (("weight", weight), ("bias", bias)):
-        if w is not None and (w.dim() != 2 or operator != "layer_norm_modulate"):
+        if w is not None and (w.dim() != 2 or not operator.endswith("modulate")):
             require_shape(operator, name, w, (x.shape[-1],), "the width of x")
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         raise ValueError(f"{operator}: weight is {weight.dtype} and bias {bias.dtype}: give both one dtype")
