@@ -12,6 +12,7 @@ from torch.nn import functional as F
 from lf_memory.gradients import GRADIENTS, PlanError, predict
 from lf_memory.gradients._offsets import aligned, peak_bytes
 from lf_memory.gradients._policy import MODES
+from lf_memory.gradients._record import Recorder
 from lf_memory.gradients._walk import walk
 
 
@@ -149,6 +150,7 @@ def test_fake_and_meta_models_need_no_memory(gpt, ids):
     with FakeTensorMode() as mode:
         fake = gpt()
     assert predict(fake, mode.from_tensor(ids)) == expected
+    assert predict(fake, ids) == expected
     with torch.device("meta"):
         meta = gpt()
     assert predict(meta, ids, device="cpu") == expected
@@ -189,6 +191,16 @@ def test_the_plan_prints_both_counts(gpt, ids):
     text = str(predict(gpt(), ids, mode="bucket", accumulation=2))
     for words in ("of buffers", "of node inputs", "bucket of 25 MiB", "2 micro-batches", "arena"):
         assert words in text
+
+
+def test_memory_of_other_devices_is_not_counted():
+    recorder = Recorder(False, torch.device("cpu"))
+    with recorder:
+        kept = [torch.empty(100), torch.empty(1000, device="meta"), torch.empty(10)[2:]]
+    recorder.begin_backward()
+    assert [one.nbytes for one in recorder.finish()] == [400, 40]
+    assert recorder.forward_peak == 440
+    assert len(kept) == 3
 
 
 class TestRefusals:
@@ -239,8 +251,32 @@ class TestRefusals:
     def test_compiled_code(self, gpt, ids):
         model = gpt()
         for compiled in (torch.compile(model), torch.compile(lambda ids: model(ids))):
-            with pytest.raises(PlanError, match=r"compiled.*_orig_mod"):
+            with pytest.raises(PlanError, match=r"the function is compiled.*_orig_mod"):
                 predict(compiled, ids, model=model)
+        model.blocks[1] = torch.compile(model.blocks[1])
+        with pytest.raises(PlanError, match=r"blocks\.1 is compiled"):
+            predict(model, ids)
+        other = gpt()
+        other.blocks[0].compile()
+        with pytest.raises(PlanError, match=r"blocks\.0 is compiled"):
+            predict(other, ids)
+
+    def test_a_model_on_two_devices(self, gpt, ids):
+        model = gpt()
+        model.head = nn.Linear(64, 512, device="meta")
+        with pytest.raises(PlanError, match="device="):
+            predict(model, ids)
+
+        class Split(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.a, self.b = nn.Linear(2, 2), nn.Linear(2, 2, device="meta")
+
+            def forward(self, x):
+                return self.b(self.a(x).to("meta")).sum()
+
+        with pytest.raises(PlanError, match="parameters are on cpu, meta: a plan is of one device"):
+            predict(Split(), torch.ones(2, 2), tensors="real")
 
     def test_an_unknown_kind_of_tensors(self):
         with pytest.raises(PlanError, match="give fake or real"):

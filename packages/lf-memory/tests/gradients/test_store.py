@@ -3,6 +3,7 @@
 import json
 import pickle
 import re
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 
 import pytest
@@ -112,6 +113,22 @@ def test_a_file_that_is_no_plan_is_kept_aside(gpt, ids, tmp_path):
     assert "not JSON" in plan.origin
     assert (tmp_path / "dag_gr00t_n16.pkl.bad").read_bytes() == precious
     assert predict(gpt(), ids, dag_cache_path=path).origin.startswith("read")
+
+
+def test_ranks_that_write_one_file_at_one_time_all_succeed(plan, tmp_path):
+    path = tmp_path / "dag.json"
+
+    def write(rank):
+        for turn in range(20):
+            if rank == 0:
+                path.write_bytes(b"torn" * turn)
+            write_plan(path, plan)
+
+    with ThreadPoolExecutor(4) as ranks:
+        list(ranks.map(write, range(4)))
+    write_plan(path, plan)
+    assert read_plan(path) == plan
+    assert {p.name for p in tmp_path.iterdir()} <= {"dag.json", "dag.json.bad"}
 
 
 @pytest.mark.parametrize("keep", [0, 1, 100, -1])

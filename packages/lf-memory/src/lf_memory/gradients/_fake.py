@@ -63,8 +63,9 @@ class FakeWorld:
         return found[0]
 
     def _fake(self, tensor: torch.Tensor) -> torch.Tensor:
+        detached = tensor.detach()  # outside of the mode, which may refuse real tensors
         with self.mode, torch.no_grad():
-            fake = self._stand_in(tensor.detach())
+            fake = self._stand_in(detached)
         if isinstance(tensor, nn.Parameter):
             return nn.Parameter(fake, requires_grad=tensor.requires_grad)
         return fake.requires_grad_(tensor.requires_grad)

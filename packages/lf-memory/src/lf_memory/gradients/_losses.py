@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves
 
 from ._errors import PlanError
 
+COMPILED = ("_torchdynamo_orig_callable", "_orig_mod", "_compiled_call_impl")  # what torch.compile leaves
 Models = nn.Module | Sequence[nn.Module]
 
 
@@ -24,19 +25,24 @@ def losses_of(result: Any) -> list[torch.Tensor]:
     return scalars
 
 
-def check_runs(fn: Callable[..., Any]) -> None:
+def check_runs(fn: Callable[..., Any], models: Sequence[nn.Module]) -> None:
     """Refuse what cannot be recorded as it runs.
 
     Raises:
-        PlanError: gradients are off, or the function is compiled.
+        PlanError: gradients are off, or something is compiled.
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         raise PlanError("gradients are switched off here: call this outside of no_grad and inference_mode")
-    if hasattr(fn, "_torchdynamo_orig_callable") or hasattr(fn, "_orig_mod"):
-        raise PlanError(
-            "the function is compiled: what is recorded would be the eager code, and not the compiler's memory; plan "
-            "what was compiled (._orig_mod of a module) for that"
-        )
+    parts = [
+        ("the function", fn),
+        *((name, part) for model in models for name, part in model.named_modules()),
+    ]
+    for name, part in parts:
+        if any(getattr(part, mark, None) is not None for mark in COMPILED):
+            raise PlanError(
+                f"{name or 'the model'} is compiled: what is recorded would be the eager code, and not the compiler's "
+                "memory; plan what was compiled (._orig_mod of a module) for that"
+            )
 
 
 def models_of(fn: Callable[..., Any], model: Models | None) -> list[nn.Module]:

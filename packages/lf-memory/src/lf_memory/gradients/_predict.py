@@ -66,8 +66,8 @@ def predict(
     if isinstance(fn, torch.Tensor):
         models = models_of(lambda: None, model)
         return read_graph(fn, {id(one): name for name, one in named_parameters(models)}, policy)
-    check_runs(fn)
     models = models_of(fn, model)
+    check_runs(fn, models)
     store = None if dag_cache_path is None else Store(dag_cache_path, rebuild)
     if tensors == "real":
         real = RealWorld(models, args)

@@ -35,15 +35,16 @@ class Recorder(TorchDispatchMode):
 
     Args:
         fake: tensors are fake, and sums of gradients need no value.
+        device: memory of others is not counted.
     """
 
-    def __init__(self, fake: bool) -> None:
+    def __init__(self, fake: bool, device: torch.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.steps = 0
         self.forward_peak = 0
         self._level = 0
         self._moment = 0
-        self._fake = fake
+        self._fake, self._device = fake, device
         self._unshared = holders_of_unshared(fake)
         self._between = False  # the engine is adding up what a node has sent
         self._where: str | None = None  # the node that is executed; None in the forward pass
@@ -100,7 +101,7 @@ class Recorder(TorchDispatchMode):
 
     def _note(self, tensors: Iterable[torch.Tensor], operator: str, new: bool) -> None:
         for tensor in tensors:
-            for storage in _storages(tensor):
+            for storage in _storages(tensor) if tensor.device == self._device else ():
                 if storage._cdata not in self._live:
                     self._born(storage, operator, storage.nbytes() if new else 0)
 

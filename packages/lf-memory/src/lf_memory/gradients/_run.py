@@ -51,7 +51,7 @@ def run_step(
     fn: Callable[..., Any], world: World, policy: Policy, method: Method, store: Store | None
 ) -> Plan:
     """The plan of a step that is run in a world; the backward pass is left out if the store knows the plan."""
-    recorder = Recorder(fake=method == "dry run")
+    recorder = Recorder(method == "dry run", _device_of(world))
     with recorder:
         losses = losses_of(fn(*world.args))
     graph = walk(losses, {id(parameter): name for name, parameter in world.parameters.items()})
@@ -118,6 +118,20 @@ def _assemble(graph: Graph, policy: Policy, method: Method, found: _Recorded) ->
 def _key(graph: Graph, policy: Policy, method: Method) -> str:
     text = repr((VERSION, graph.fingerprint(), policy, method, torch.__version__))
     return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _device_of(world: World) -> torch.device:
+    """The one device of everything trained."""
+    leaves = [
+        x for x in (*world.parameters.values(), *tree_leaves(world.args)) if isinstance(x, torch.Tensor)
+    ]
+    devices = {leaf.device for leaf in leaves if leaf.requires_grad}
+    if len(devices) > 1:
+        names = ", ".join(sorted(map(str, devices)))
+        raise PlanError(
+            f"parameters are on {names}: a plan is of one device; plan the part on each by itself"
+        )
+    return devices.pop() if devices else torch.device("cpu")
 
 
 def _refuse_strangers(graph: Graph, leaves: Sequence[object]) -> None:

@@ -94,4 +94,5 @@ def _keep_foreign(target: Path) -> None:
     try:
         read_plan(target)
     except PlanError:
-        os.replace(target, target.with_name(target.name + ".bad"))
+        with contextlib.suppress(FileNotFoundError):  # another rank was faster
+            os.replace(target, target.with_name(target.name + ".bad"))

@@ -59,8 +59,9 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None 
     Raises:
         PlanError: the plan is of another model, or something would act on the gradients.
     """
-    check_runs(fn)
-    world = RealWorld(models_of(fn, model), args)
+    models = models_of(fn, model)
+    check_runs(fn, models)
+    world = RealWorld(models, args)
     completed: set[str] = set()
 
     def backward(losses: list[torch.Tensor]) -> None:
