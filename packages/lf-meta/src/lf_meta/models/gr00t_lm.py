@@ -8,7 +8,7 @@ embedding arXiv 2104.09864 (half-split layout), SwiGLU arXiv 2002.05202. The 1.6
 from __future__ import annotations
 
 import math
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lf_meta.config import Section
 from lf_meta.config_load import first_problem
 from lf_meta.errors import ConfigError
+from lf_meta.models.packed import PackedRow, one_row, packed_attention, packed_mask, packed_row
 
 IGNORE = -100  # label of a position that is not predicted; torch's own default
 
@@ -32,7 +33,9 @@ class LMConfig(Section):
     """Dimensions of one model; every field but the vocabulary can be overridden by ``model.args``.
 
     ``fused_loss`` computes head and loss together (``lf_graph.kernels.linear_cross_entropy``), without the logits of
-    all tokens: the same loss up to rounding, in less memory.
+    all tokens: the same loss up to rounding, in less memory. ``packed_attention`` is for packed rows: "varlen"
+    computes pairs of the same sequence only (``lf_graph.kernels.varlen_attention``, no dropout), "sdpa" all pairs
+    under a mask.
     """
 
     vocab_size: Dimension
@@ -45,6 +48,7 @@ class LMConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-6
     init_std: Annotated[float, Field(gt=0)] = 0.02
     fused_loss: bool = False
+    packed_attention: Literal["varlen", "sdpa"] = "varlen"
 
     @field_validator("heads")
     @classmethod
@@ -64,8 +68,13 @@ SIZES: dict[str, dict[str, int]] = {
 
 def rope_tables(length: int, head_dim: int, base: float, device: torch.device) -> tuple[Tensor, Tensor]:
     """cos and sin tables, float32 [length, head_dim / 2]."""
-    inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim)
-    angle = torch.outer(torch.arange(length, dtype=torch.float32, device=device), inverse)
+    return rope_at(torch.arange(length, device=device), head_dim, base)
+
+
+def rope_at(positions: Tensor, head_dim: int, base: float) -> tuple[Tensor, Tensor]:
+    """cos and sin of integer positions [T], float32 [T, head_dim / 2]."""
+    inverse = base ** (-torch.arange(0, head_dim, 2, dtype=torch.float32, device=positions.device) / head_dim)
+    angle = torch.outer(positions.float(), inverse)
     return angle.cos(), angle.sin()
 
 
@@ -79,7 +88,7 @@ class Attention(nn.Module):
     """Causal self-attention, [B, T, hidden] to [B, T, hidden].
 
     Records are padded at their end only, so the causal mask alone keeps padding out of every real position.
-    A mask (bool [B, 1, T, T], True = seen) takes the place of the causal one.
+    A mask (bool [B, 1, T, T], True = seen) takes the place of the causal one; with ``cu_seqlens`` x is one packed row.
     """
 
     def __init__(self, c: LMConfig) -> None:
@@ -88,15 +97,34 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(c.hidden, 3 * c.hidden, bias=False)
         self.out = nn.Linear(c.hidden, c.hidden, bias=False)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None = None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         b, t, d = x.shape
         q, k, v = self.qkv(x).view(b, t, 3, self.heads, d // self.heads).permute(2, 0, 3, 1, 4)
-        p = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(
-            rotate(q, cos, sin), rotate(k, cos, sin), v, attn_mask=mask, is_causal=mask is None, dropout_p=p
-        )
-        out: Tensor = self.out(y.transpose(1, 2).reshape(b, t, d))
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+        if cu_seqlens is None:
+            p = self.dropout if self.training else 0.0
+            y = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, dropout_p=p
+            ).transpose(1, 2)
+        else:
+            self._require_no_dropout()
+            y = packed_attention(q, k, v, cu_seqlens)
+        out: Tensor = self.out(y.reshape(b, t, d))
         return out
+
+    def _require_no_dropout(self) -> None:
+        if self.training and self.dropout:
+            raise ConfigError(
+                "model.args.packed_attention",
+                f"varlen has no dropout, and model.args.dropout is {self.dropout}: set this to sdpa, or dropout to 0",
+            )
 
 
 class SwiGLU(nn.Module):
@@ -124,8 +152,15 @@ class Block(nn.Module):
         self.ffn = SwiGLU(c)
         self.dropout = nn.Dropout(c.dropout)
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin))
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask, cu_seqlens))
         out: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return out
 
@@ -150,13 +185,13 @@ class GR00TLM(nn.Module):
                 ends_residual = name.endswith(("attention.out", "ffn.down"))
                 nn.init.normal_(module.weight, std=residual_std if ends_residual else self.config.init_std)
 
-    def hidden(self, tokens: Tensor) -> Tensor:
-        """Normed states [B, T, hidden] for tokens int64 [B, T]."""
-        head_dim = self.config.hidden // self.config.heads
-        cos, sin = rope_tables(tokens.shape[1], head_dim, self.config.rope_base, tokens.device)
+    def hidden(self, tokens: Tensor, row: PackedRow | None = None) -> Tensor:
+        """Normed states [B, T, hidden] for tokens int64 [B, T], padded or, with ``row``, one packed row."""
+        cos, sin = positions_of(self.config, tokens, row)
+        mask, cu_seqlens = view_of(self.config, row)
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, cos, sin)
+            x = block(x, cos, sin, mask, cu_seqlens)
         out: Tensor = self.norm(x)
         return out
 
@@ -166,21 +201,66 @@ class GR00TLM(nn.Module):
         return out
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Loss over next-token predictions.
+        """Loss over next-token predictions, of padded rows with ``lengths`` or of a packed one with ``cu_seqlens``.
 
         Args:
-            tokens: int64 [B, T], padded at the end of each row.
+            tokens: int64 [B, T], padded at the end of each row; or packed, [capacity] or [1, capacity].
             lengths: int64 [B], real tokens in each row; 0 for an empty row.
-            loss_mask: bool [B, T]; False where a token is context and not a target.
+            loss_mask: bool like tokens; False where a token is context and not a target.
+            cu_seqlens: int32 [sequences + 1], see :mod:`lf_meta.models.packed`.
 
         Returns:
             (loss_sum float [], token_count int64 []): cross entropy in nats summed over the predicted
             positions, and their number.
+
+        Raises:
+            ValueError: lengths and cu_seqlens, or neither, or packed rows of another shape.
         """
+        require_one_kind(lengths, cu_seqlens)
+        if cu_seqlens is not None:
+            tokens, row, labels = read_packed(tokens, cu_seqlens, loss_mask)
+            return head_loss(self.hidden(tokens, row), self.head, labels, self.config.fused_loss)
+        assert lengths is not None
         labels = next_token_labels(tokens, lengths, loss_mask)
         return head_loss(self.hidden(tokens[:, :-1]), self.head, labels, self.config.fused_loss)
+
+
+def require_one_kind(lengths: Tensor | None, cu_seqlens: Tensor | None) -> None:
+    """Raises ValueError unless exactly one of them is given."""
+    if (lengths is None) == (cu_seqlens is None):
+        raise ValueError("give lengths for padded rows, or cu_seqlens for packed ones: one of the two")
+
+
+def read_packed(
+    tokens: Tensor, cu_seqlens: Tensor, loss_mask: Tensor | None
+) -> tuple[Tensor, PackedRow, Tensor]:
+    """(tokens [1, capacity], their layout, labels int64 [1, capacity]) of a packed row."""
+    tokens = one_row(tokens, "tokens")
+    row = packed_row(tokens, cu_seqlens)
+    keep = row.follows[None]
+    if loss_mask is not None:
+        keep = keep & F.pad(one_row(loss_mask, "loss_mask")[:, 1:].bool(), (0, 1))
+    return tokens, row, torch.where(keep, F.pad(tokens[:, 1:], (0, 1)), IGNORE)
+
+
+def positions_of(c: LMConfig, tokens: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:
+    """Rotary cos and sin of tokens [B, T], float32 [T, head_dim / 2]; positions restart in every sequence of a row."""
+    if row is None:
+        return rope_tables(tokens.shape[1], c.hidden // c.heads, c.rope_base, tokens.device)
+    return rope_at(row.positions, c.hidden // c.heads, c.rope_base)
+
+
+def view_of(c: LMConfig, row: PackedRow | None) -> tuple[Tensor | None, Tensor | None]:
+    """(mask, cu_seqlens) for :class:`Attention`, at most one of them."""
+    if row is None:
+        return None, None
+    return (packed_mask(row), None) if c.packed_attention == "sdpa" else (None, row.cu_seqlens)
 
 
 def head_loss(x: Tensor, head: nn.Linear, labels: Tensor, fused: bool) -> tuple[Tensor, Tensor]:

@@ -25,7 +25,18 @@ from torch import Tensor, nn
 from lf_graph import BlockSparse, DynamicMaskBuffer, MoE
 from lf_meta.config_load import first_problem
 from lf_meta.errors import ConfigError
-from lf_meta.models.gr00t_lm import Attention, Dimension, LMConfig, head_loss, next_token_labels, rope_tables
+from lf_meta.models.gr00t_lm import (
+    Attention,
+    Dimension,
+    LMConfig,
+    head_loss,
+    next_token_labels,
+    positions_of,
+    read_packed,
+    require_one_kind,
+    view_of,
+)
+from lf_meta.models.packed import PackedRow
 
 Weight = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
@@ -72,10 +83,19 @@ class MoEBlock(nn.Module):
         self.dropout = nn.Dropout(c.dropout)
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, keep: Tensor | None = None, mask: Tensor | None = None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        keep: Tensor | None = None,
+        mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """x [B, T, hidden], keep bool [B, T], mask bool [B, 1, T, T]; returns (x, weighted auxiliary losses [])."""
-        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask))
+        """x [B, T, hidden], keep bool [B, T]; returns (x, weighted auxiliary losses []).
+
+        ``mask`` and ``cu_seqlens`` are those of :class:`~lf_meta.models.gr00t_lm.Attention`.
+        """
+        x = x + self.dropout(self.attention(self.attention_norm(x), cos, sin, mask, cu_seqlens))
         routed = self.ffn(self.ffn_norm(x), keep)
         return x + self.dropout(routed.y), routed.aux
 
@@ -108,21 +128,33 @@ class GR00TMoE(nn.Module):
         idle = experts * (self.config.experts - self.config.top_k) // self.config.experts
         return sum(p.numel() for p in self.parameters()) - idle
 
-    def hidden(self, tokens: Tensor, lengths: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def hidden(
+        self, tokens: Tensor, lengths: Tensor | None = None, row: PackedRow | None = None
+    ) -> tuple[Tensor, Tensor]:
         """Normed states [B, T, hidden] and the sum over the layers of their auxiliary losses, float32 [].
 
-        Positions from ``lengths`` on go through no expert; None means that all are real.
+        Positions from ``lengths`` on go through no expert; None means that all are real. With ``row`` tokens are one
+        packed row, in which tokens that predict nothing go through no expert.
         """
-        t = tokens.shape[1]
-        head_dim = self.config.hidden // self.config.heads
-        cos, sin = rope_tables(t, head_dim, self.config.rope_base, tokens.device)
-        keep = None if lengths is None else torch.arange(t, device=tokens.device) < lengths[:, None]
-        mask = self._attention_mask(tokens, lengths)
+        cos, sin = positions_of(self.config, tokens, row)
+        if row is None:
+            keep = None if lengths is None else _before(lengths, tokens)
+            mask, cu_seqlens = self._attention_mask(tokens, lengths), None
+        else:
+            self._require_causal()
+            keep = row.follows[None]
+            mask, cu_seqlens = view_of(self.config, row)
         x, total = self.embed(tokens), torch.zeros((), device=tokens.device)
         for block in self.blocks:
-            x, aux = block(x, cos, sin, keep, mask)
+            x, aux = block(x, cos, sin, keep, mask, cu_seqlens)
             total = total + aux
         return self.norm(x), total
+
+    def _require_causal(self) -> None:
+        if self.config.attention != "causal":
+            raise ConfigError(
+                "model.args.attention", f"{self.config.attention} does not take packed rows: set it to causal"
+            )
 
     def _attention_mask(self, tokens: Tensor, lengths: Tensor | None) -> Tensor | None:
         if self.config.attention == "causal":
@@ -149,24 +181,44 @@ class GR00TMoE(nn.Module):
         return out
 
     def forward(
-        self, tokens: Tensor, lengths: Tensor, loss_mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        lengths: Tensor | None = None,
+        loss_mask: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
-        """Loss over next-token predictions.
+        """Loss over next-token predictions, of padded rows with ``lengths`` or of a packed one with ``cu_seqlens``.
 
         Args:
-            tokens: int64 [B, T], padded at the end of each row.
+            tokens: int64 [B, T], padded at the end of each row; or packed, [capacity] or [1, capacity].
             lengths: int64 [B], real tokens in each row; 0 for an empty row.
-            loss_mask: bool [B, T]; False where a token is context and not a target.
+            loss_mask: bool like tokens; False where a token is context and not a target.
+            cu_seqlens: int32 [sequences + 1], see :mod:`lf_meta.models.packed`.
 
         Returns:
             (loss_sum float [], token_count int64 []): cross entropy in nats summed over the predicted
             positions, while training plus count times the auxiliary losses; and the number of positions.
+
+        Raises:
+            ValueError: lengths and cu_seqlens, or neither, or packed rows of another shape.
+            ConfigError: packed rows under block-sparse attention.
         """
-        labels = next_token_labels(tokens, lengths, loss_mask)
         # the last token of a record predicts nothing: it is no input, in a full row as in a padded one
-        x, aux = self.hidden(tokens[:, :-1], lengths - 1)
+        require_one_kind(lengths, cu_seqlens)
+        if cu_seqlens is not None:
+            tokens, row, labels = read_packed(tokens, cu_seqlens, loss_mask)
+            x, aux = self.hidden(tokens, row=row)
+        else:
+            assert lengths is not None
+            labels = next_token_labels(tokens, lengths, loss_mask)
+            x, aux = self.hidden(tokens[:, :-1], lengths - 1)
         loss, count = head_loss(x, self.head, labels, self.config.fused_loss)
         return (loss + count * aux, count) if self.training else (loss, count)
+
+
+def _before(lengths: Tensor, tokens: Tensor) -> Tensor:
+    """bool [B, T]: positions of tokens [B, T] before each row's length."""
+    return torch.arange(tokens.shape[1], device=tokens.device) < lengths[:, None]
 
 
 def build(size: str, vocab_size: int, **args: int | float | bool | str) -> GR00TMoE:
