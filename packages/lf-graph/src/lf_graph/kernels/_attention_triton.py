@@ -3,6 +3,9 @@
 ``lf_graph::attention_forward(q, k, v, offsets_q, offsets_k, sequences, packed, causal, scale) -> (out, lse)``, and
 ``attention_dq`` and ``attention_dkv``, its gradients. ``packed`` offsets are cu_seqlens; else they are the lengths of
 sequences padded to capacity / sequences rows, or None when every row is used.
+
+They are opaque to compilers, which could fuse nothing with them: of a ``triton_op``, torch 2.13 takes the offsets for
+written, because a function that reads them tells where to write, and its partitioner then fails.
 """
 
 # mypy: disable-error-code="untyped-decorator"
@@ -11,67 +14,58 @@ sequences padded to capacity / sequences rows, or None when every row is used.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.library import wrap_triton
+from torch.library import custom_op
 
 from lf_graph.kernels import _attention_kernels as kernels
+from lf_graph.kernels._attention_layout import Layout
 from lf_graph.kernels._attention_tiles import FULL, PACKED, PADDED
 from lf_graph.kernels._attention_tuning import DKV, DQ, FORWARD, head_parts, key_of, power_of_two
-from lf_graph.kernels._interpreter import operator
 from lf_graph.kernels._tunable import Config, Tunable, config_of
 
 _WIDE = 8  # elements; 16 bytes of bf16, the widest access
 _LANES = 1024  # offsets read at once at most
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How rows belong to sequences, as the kernels take it."""
+def _arguments(layout: Layout, q: Tensor, k: Tensor) -> dict[str, Any]:
+    """Keyword arguments shared by the kernels, for q [capacity_q, heads, head_dim] and k."""
+    pitch_q, pitch_k = (0, 0) if layout.packed else (x.shape[0] // layout.sequences for x in (q, k))
+    return {
+        "offsets_q": q if layout.offsets_q is None else layout.offsets_q,
+        "offsets_k": q if layout.offsets_k is None else layout.offsets_k,
+        "sequences": layout.sequences,
+        "pitch_q": pitch_q,
+        "pitch_k": pitch_k,
+        "capacity_q": q.shape[0],
+        "capacity_k": k.shape[0],
+        "scale2": layout.scale * math.log2(math.e),
+        "LAYOUT_Q": _kind(layout, layout.offsets_q),
+        "LAYOUT_K": _kind(layout, layout.offsets_k),
+        "CAUSAL": layout.causal,
+        "GROUP": int(q.shape[1]) // int(k.shape[1]),
+        "HEAD_DIM": int(q.shape[2]),
+        "LANES": min(_LANES, max(16, power_of_two(layout.sequences))) if layout.packed else 16,
+    }
 
-    offsets_q: Tensor | None
-    offsets_k: Tensor | None
-    sequences: int
-    packed: bool
-    causal: bool
-    scale: float
 
-    def arguments(self, q: Tensor, k: Tensor) -> dict[str, Any]:
-        """Keyword arguments shared by the kernels, for q [capacity_q, heads, head_dim] and k."""
-        pitch_q, pitch_k = (0, 0) if self.packed else (len(x) // self.sequences for x in (q, k))
-        return {
-            "offsets_q": q if self.offsets_q is None else self.offsets_q,
-            "offsets_k": q if self.offsets_k is None else self.offsets_k,
-            "sequences": self.sequences,
-            "pitch_q": pitch_q,
-            "pitch_k": pitch_k,
-            "capacity_q": len(q),
-            "capacity_k": len(k),
-            "scale2": self.scale * math.log2(math.e),
-            "LAYOUT_Q": self._kind(self.offsets_q),
-            "LAYOUT_K": self._kind(self.offsets_k),
-            "CAUSAL": self.causal,
-            "GROUP": q.shape[1] // k.shape[1],
-            "HEAD_DIM": q.shape[2],
-            "LANES": min(_LANES, max(16, power_of_two(self.sequences))) if self.packed else 16,
-        }
+def _kind(layout: Layout, offsets: Tensor | None) -> int:
+    kind = PACKED if layout.packed else FULL if offsets is None else PADDED
+    return int(kind.value)
 
-    def _kind(self, offsets: Tensor | None) -> int:
-        kind = PACKED if self.packed else FULL if offsets is None else PADDED
-        return int(kind.value)
 
-    def tiles(self, capacity: int, block: int) -> int:
-        """Programs that cover all rows of a head, whatever the lengths."""
-        if self.packed:
-            return capacity // block + self.sequences
-        return self.sequences * -(-capacity // self.sequences // block)
+def _tiles(layout: Layout, capacity: int, block: int) -> int:
+    """Programs that cover all rows of a head, whatever the lengths."""
+    if layout.packed:
+        return capacity // block + layout.sequences
+    return layout.sequences * -(-capacity // layout.sequences // block)
 
-    def config(self, tunable: Tunable, q: Tensor) -> Config:
-        """The configuration of this problem."""
-        return config_of(tunable, key_of(q, self.sequences, self.causal))
+
+def _config(layout: Layout, tunable: Tunable, q: Tensor) -> Config:
+    """The configuration of this problem."""
+    return config_of(tunable, key_of(q, layout.sequences, layout.causal))
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
@@ -107,12 +101,13 @@ def launch_forward(
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse.fill_(math.inf)
     q, k, v = map(dense_heads, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    config = config or layout.config(FORWARD, q)
-    grid = (layout.tiles(capacity, config["BLOCK_M"]) * heads,)
-    wrap_triton(kernels.forward)[grid](
-        q=q, k=k, v=v, out=out, lse=lse, heads=heads,
-        **layout.arguments(q, k), **_strides(q=q, k=k, v=v), **_constants(config, head_dim),
-    )  # fmt: skip
+    config = config or _config(layout, FORWARD, q)
+    grid = (_tiles(layout, capacity, config["BLOCK_M"]) * heads,)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernels.forward[grid](
+            q=q, k=k, v=v, out=out, lse=lse, heads=heads,
+            **_arguments(layout, q, k), **_strides(q=q, k=k, v=v), **_constants(config, head_dim),
+        )  # fmt: skip
     return out, lse
 
 
@@ -133,12 +128,13 @@ def launch_dq(
         return torch.zeros_like(q, memory_format=torch.contiguous_format), terms.zero_()
     q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
-    config = config or layout.config(DQ, q)
-    grid = (layout.tiles(capacity, config["BLOCK_M"]) * heads,)
-    wrap_triton(kernels.backward_queries)[grid](
-        q=q, k=k, v=v, out=out, gradient=gradient, lse=lse, terms=terms, dq=dq, heads=heads, scale=layout.scale,
-        **layout.arguments(q, k), **_strides(q=q, k=k, v=v, g=gradient), **_constants(config, head_dim),
-    )  # fmt: skip
+    config = config or _config(layout, DQ, q)
+    grid = (_tiles(layout, capacity, config["BLOCK_M"]) * heads,)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernels.backward_queries[grid](
+            q=q, k=k, v=v, out=out, gradient=gradient, lse=lse, terms=terms, dq=dq, heads=heads, scale=layout.scale,
+            **_arguments(layout, q, k), **_strides(q=q, k=k, v=v, g=gradient), **_constants(config, head_dim),
+        )  # fmt: skip
     return dq, terms
 
 
@@ -157,17 +153,18 @@ def launch_dkv(
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
     q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
-    config = config or layout.config(DKV, q)
-    grid = (layout.tiles(capacity, config["BLOCK_N"]) * kv_heads,)
-    wrap_triton(kernels.backward_keys)[grid](
-        q=q, k=k, v=v, gradient=gradient, terms=terms, dk=dk, dv=dv, kv_heads=kv_heads, scale=layout.scale,
-        TERMS=terms_width(config), **layout.arguments(q, k), **_strides(q=q, k=k, v=v, g=gradient),
-        **_constants(config, head_dim),
-    )  # fmt: skip
+    config = config or _config(layout, DKV, q)
+    grid = (_tiles(layout, capacity, config["BLOCK_N"]) * kv_heads,)
+    with torch.cuda.device_of(q):  # Triton launches on the current device
+        kernels.backward_keys[grid](
+            q=q, k=k, v=v, gradient=gradient, terms=terms, dk=dk, dv=dv, kv_heads=kv_heads, scale=layout.scale,
+            TERMS=terms_width(config), **_arguments(layout, q, k), **_strides(q=q, k=k, v=v, g=gradient),
+            **_constants(config, head_dim),
+        )  # fmt: skip
     return dk, dv
 
 
-@operator("lf_graph::attention_forward")
+@custom_op("lf_graph::attention_forward", mutates_args=())
 def forward(
     q: Tensor,
     k: Tensor,
@@ -183,7 +180,7 @@ def forward(
     return launch_forward(q, k, v, Layout(offsets_q, offsets_k, sequences, packed, causal, scale))
 
 
-@operator("lf_graph::attention_dq")
+@custom_op("lf_graph::attention_dq", mutates_args=())
 def backward_queries(
     gradient: Tensor,
     q: Tensor,
@@ -203,7 +200,7 @@ def backward_queries(
     return launch_dq(gradient, q, k, v, out, lse, layout)
 
 
-@operator("lf_graph::attention_dkv")
+@custom_op("lf_graph::attention_dkv", mutates_args=())
 def backward_keys(
     gradient: Tensor,
     q: Tensor,

@@ -6,16 +6,14 @@ import functools
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from lf_graph.kernels import _attention_kernels as kernels
+from lf_graph.kernels._attention_layout import Layout
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, register
-
-if TYPE_CHECKING:
-    from lf_graph.kernels._attention_triton import Layout
 
 _SHORTEST, _LONGEST = 64, 8192  # bounds of the length bucket
 _TOKENS, _HEADS = 8192, 8  # of a tuning problem: enough tiles for every multiprocessor
@@ -30,8 +28,8 @@ def power_of_two(n: int) -> int:
 
 def key_of(q: Tensor, sequences: int, causal: bool) -> Key:
     """(dtype, head_dim, causal, rows a sequence can have on average, to a power of two)."""
-    rows = power_of_two(max(1, len(q) // max(1, sequences)))
-    return str(q.dtype).removeprefix("torch."), q.shape[2], causal, min(max(rows, _SHORTEST), _LONGEST)
+    rows = power_of_two(max(1, int(q.shape[0]) // max(1, sequences)))
+    return str(q.dtype).removeprefix("torch."), int(q.shape[2]), causal, min(max(rows, _SHORTEST), _LONGEST)
 
 
 def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
@@ -160,7 +158,7 @@ def _expected(
 
 
 def _example(key: Key, device: torch.device) -> _Example:
-    from lf_graph.kernels._attention_triton import Layout, launch_dq, launch_forward
+    from lf_graph.kernels._attention_triton import launch_dq, launch_forward
 
     dtype, head_dim, causal, rows = str(key[0]), int(key[1]), bool(key[2]), int(key[3])
     heads, tokens = (_HEADS, _TOKENS) if device.type == "cuda" else (1, rows)

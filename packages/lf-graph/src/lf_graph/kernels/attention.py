@@ -10,10 +10,13 @@ import math
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._attention_layout import Layout
+from lf_graph.kernels._attention_plain import plain
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 
 _WIDEST_HEAD = 256
+Operands = tuple[Tensor, Tensor, Tensor]
 
 
 def varlen_attention(
@@ -53,22 +56,8 @@ def varlen_attention(
     Under autocast q, k and v are cast to its dtype. Gradients are bitwise repeatable. The plain implementation takes
     memory for all capacity_q x capacity_k scores.
     """
-    cu_seqlens_k = cu_seqlens_q if cu_seqlens_k is None else cu_seqlens_k
-    q, k, v = _autocast(q, k, v)
-    _check_operands("varlen_attention", q, k, v, 3)
-    _check_offsets("cu_seqlens_q", cu_seqlens_q, q)
-    _check_offsets("cu_seqlens_k", cu_seqlens_k, q)
-    if cu_seqlens_q.shape != cu_seqlens_k.shape:
-        raise ValueError(
-            f"cu_seqlens_q has {len(cu_seqlens_q)} entries, cu_seqlens_k has {len(cu_seqlens_k)}"
-        )
-    if len(cu_seqlens_q) == 0:
-        raise ValueError("cu_seqlens_q is empty: it holds a first 0 and the end of each sequence")
-    scale = _scale(scale, q.shape[2])
-    if not runs_on_triton("varlen_attention", implementation, q):
-        visible = _packed_mask(len(q), len(k), cu_seqlens_q, cu_seqlens_k, causal)
-        return _plain(q[None], k[None], v[None], visible[None], scale)[0]
-    return _triton(q, k, v, cu_seqlens_q, cu_seqlens_k, len(cu_seqlens_q) - 1, True, causal, scale)
+    operands, layout = _packed("varlen_attention", q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale)
+    return _ours("varlen_attention", *operands, layout, implementation)
 
 
 def attention_lengths(
@@ -95,35 +84,84 @@ def attention_lengths(
     Returns:
         Like q; see :func:`varlen_attention`, also for errors.
     """
-    if lengths_k is None and q.shape[1:2] == k.shape[1:2]:
+    operands, layout = _padded("attention_lengths", q, k, v, lengths_q, lengths_k, causal, scale)
+    return _ours("attention_lengths", *operands, layout, implementation)
+
+
+def _packed(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_q: Tensor,
+    cu_k: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Operands, Layout]:
+    """Checked arguments on packed rows."""
+    cu_k = cu_q if cu_k is None else cu_k
+    operands = _autocast(q, k, v)
+    _check_operands(operator, *operands, 3)
+    _check_offsets("cu_seqlens_q", cu_q, q)
+    _check_offsets("cu_seqlens_k", cu_k, q)
+    if cu_q.shape != cu_k.shape:
+        raise ValueError(f"cu_seqlens_q has {len(cu_q)} entries, cu_seqlens_k has {len(cu_k)}")
+    if len(cu_q) == 0:
+        raise ValueError("cu_seqlens_q is empty: it holds a first 0 and the end of each sequence")
+    return operands, Layout(cu_q, cu_k, len(cu_q) - 1, True, causal, _scale(scale, q.shape[2]))
+
+
+def _padded(
+    operator: str,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    lengths_q: Tensor | None,
+    lengths_k: Tensor | None,
+    causal: bool,
+    scale: float | None,
+) -> tuple[Operands, Layout]:
+    """Checked arguments on padded rows."""
+    operands = _autocast(q, k, v)
+    _check_operands(operator, *operands, 4)
+    if lengths_k is None and q.shape[1] == k.shape[1]:
         lengths_k = lengths_q
-    q, k, v = _autocast(q, k, v)
-    _check_operands("attention_lengths", q, k, v, 4)
     for name, lengths in (("lengths_q", lengths_q), ("lengths_k", lengths_k)):
         if lengths is not None:
             _check_offsets(name, lengths, q)
             if len(lengths) != len(q):
                 raise ValueError(f"{name} has {len(lengths)} entries for a batch of {len(q)}")
-    scale = _scale(scale, q.shape[3])
-    if not runs_on_triton("attention_lengths", implementation, q):
-        return _plain(q, k, v, _padded_mask(q, k, lengths_q, lengths_k, causal), scale)
-    rows = (x.flatten(0, 1) for x in (q, k, v))
-    return _triton(*rows, lengths_q, lengths_k, len(q), False, causal, scale).view(q.shape)
+    return operands, Layout(lengths_q, lengths_k, len(q), False, causal, _scale(scale, q.shape[3]))
 
 
-def _triton(q: Tensor, k: Tensor, v: Tensor, *rest: Tensor | int | bool | float | None) -> Tensor:
+def _ours(
+    operator: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, implementation: Implementation
+) -> Tensor:
+    """The kernels or their plain twin."""
+    if not runs_on_triton(operator, implementation, q):
+        return plain(q[None], k[None], v[None], layout)[0] if layout.packed else plain(q, k, v, layout)
     from lf_graph.kernels import _attention_triton as kernels
 
-    out: Tensor = kernels.forward(q, k, v, *rest)[0]
-    return out
+    rows = (q, k, v) if layout.packed else (x.flatten(0, 1) for x in (q, k, v))
+    out: Tensor = kernels.forward(
+        *rows,
+        layout.offsets_q,
+        layout.offsets_k,
+        layout.sequences,
+        layout.packed,
+        layout.causal,
+        layout.scale,
+    )[0]
+    return out.view(q.shape)
 
 
-def _autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Operands:
     """As torch's own attention does: everything in the dtype of autocast."""
-    device = tensors[0].device.type
+    device = q.device.type
     if not torch.is_autocast_enabled(device):
-        return tensors
-    return tuple(x.to(torch.get_autocast_dtype(device)) for x in tensors)
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device)
+    return q.to(dtype), k.to(dtype), v.to(dtype)
 
 
 def _scale(scale: float | None, head_dim: int) -> float:
@@ -162,67 +200,3 @@ def _check_offsets(name: str, offsets: Tensor, q: Tensor) -> None:
         raise ValueError(f"{name} is on {offsets.device}, q is on {q.device}")
     if not offsets.is_contiguous():
         raise ValueError(f"{name} must be contiguous: use .contiguous()")
-
-
-def _packed_mask(capacity_q: int, capacity_k: int, cu_q: Tensor, cu_k: Tensor, causal: bool) -> Tensor:
-    """bool [capacity_q, capacity_k]: which query sees which key."""
-    row_q, row_k = (torch.arange(n, dtype=torch.int32, device=cu_q.device) for n in (capacity_q, capacity_k))
-    sequence_q, sequence_k = _owners(row_q, cu_q), _owners(row_k, cu_k)
-    visible = (sequence_q[:, None] == sequence_k) & _owned(row_q, cu_q)[:, None] & _owned(row_k, cu_k)
-    if causal:  # by the distance to the end of the sequence
-        to_end_q = _ends(sequence_q, cu_q) - row_q
-        to_end_k = _ends(sequence_k, cu_k) - row_k
-        visible &= to_end_k >= to_end_q[:, None]
-    return visible
-
-
-def _owners(rows: Tensor, cu: Tensor) -> Tensor:
-    """How many sequences end at or before each row, which is the sequence of the row."""
-    return (rows[:, None] >= cu[1:]).sum(1)
-
-
-def _owned(rows: Tensor, cu: Tensor) -> Tensor:
-    return (rows >= cu[0]) & (rows < cu[-1])
-
-
-def _ends(sequences: Tensor, cu: Tensor) -> Tensor:
-    return cu[(sequences + 1).clamp(max=len(cu) - 1)]
-
-
-def _padded_mask(
-    q: Tensor, k: Tensor, lengths_q: Tensor | None, lengths_k: Tensor | None, causal: bool
-) -> Tensor:
-    """bool [batch, rows_q, rows_k]: which query sees which key."""
-    row_q, row_k = (torch.arange(x.shape[1], dtype=torch.int32, device=q.device) for x in (q, k))
-    n_q, n_k = (_clamped(n, x) for n, x in ((lengths_q, q), (lengths_k, k)))
-    visible = (row_q < n_q[:, None])[:, :, None] & (row_k < n_k[:, None])[:, None, :]
-    if causal:
-        visible &= row_k <= row_q[:, None] + (n_k - n_q)[:, None, None]
-    return visible
-
-
-def _clamped(lengths: Tensor | None, x: Tensor) -> Tensor:
-    if lengths is None:
-        return torch.full((len(x),), x.shape[1], dtype=torch.int32, device=x.device)
-    return lengths.clamp(0, x.shape[1])
-
-
-def _plain(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    """Attention [batch, rows, heads, head_dim] under a mask [batch, rows_q, rows_k], in fp32 or fp64."""
-    with torch.autocast(q.device.type, enabled=False):
-        return _formula(q, k, v, visible, scale)
-
-
-def _formula(q: Tensor, k: Tensor, v: Tensor, visible: Tensor, scale: float) -> Tensor:
-    dtype = q.dtype
-    wide = torch.float64 if dtype == torch.float64 else torch.float32
-    used_q, used_k = visible.any(2)[:, :, None, None], visible.any(1)[:, :, None, None]
-    q = torch.where(used_q, q, 0).to(wide)  # rows that nothing uses may hold NaN
-    k, v = (torch.where(used_k, x, 0).to(wide) for x in (k, v))
-    groups = q.unflatten(2, (k.shape[2], -1))
-    scores = torch.einsum("bmhgd,bnhd->bhgmn", groups, k) * scale
-    hidden = ~visible[:, None, None]
-    scores = scores.masked_fill(hidden, torch.finfo(wide).min)
-    weights = scores.softmax(-1).masked_fill(hidden, 0)
-    out = torch.einsum("bhgmn,bnhd->bmhgd", weights, v).flatten(2, 3).to(dtype)
-    return torch.where(used_q, out, 0)  # so may their gradients
