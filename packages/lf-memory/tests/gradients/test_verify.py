@@ -7,7 +7,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from lf_memory.gradients import PlanError, predict, verify
-from lf_memory.gradients._measure import tally
+from lf_memory.gradients._measure import _cuda_events, tally
 from lf_memory.gradients._policy import MODES
 
 pytestmark = pytest.mark.filterwarnings("ignore:TF32 acceleration")  # of torch, whenever oneDNN is switched
@@ -304,3 +304,17 @@ def test_events_are_tallied_by_hand():
     assert (found.forward_peak_bytes, found.saved_bytes) == (130, 100)
     assert (found.gradient_peak_bytes, found.backward_peak_bytes) == (90, 140)
     assert tally([]).backward_peak_bytes == 0
+
+
+def test_the_trace_of_the_cuda_allocator_is_read_from_the_start_of_the_step():
+    trace = [
+        {"action": "alloc", "addr": 1, "size": 1000},  # of an earlier recording
+        {"action": "segment_alloc", "addr": 0, "size": 2 << 20},
+        {"action": "alloc", "addr": 2, "size": 100},
+        {"action": "free_requested", "addr": 1, "size": 1000},
+        {"action": "free_completed", "addr": 1, "size": 1000},
+        {"action": "alloc", "addr": 1, "size": 30},
+        {"action": "free_requested", "addr": 2, "size": 100},
+    ]
+    found = tally(_cuda_events(trace, 1, 4))
+    assert (found.saved_bytes, found.gradient_peak_bytes, found.backward_peak_bytes) == (100, 30, 130)

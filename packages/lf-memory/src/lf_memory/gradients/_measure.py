@@ -103,11 +103,12 @@ def _measure_cuda(
     backward(forward())
     workspaces = max(0, _requested(index) - before)
     with _cuda_history():
+        start = len(_cuda_trace(index))  # what an earlier recording left
         made = forward()
         mark = len(_cuda_trace(index))
         backward(made)
         trace = _cuda_trace(index)
-    return tally(_cuda_events(trace, mark), workspaces)
+    return tally(_cuda_events(trace, start, mark), workspaces)
 
 
 def _requested(index: int) -> int:
@@ -129,9 +130,9 @@ def _cuda_trace(index: int) -> list[dict[str, Any]]:
     return traces[index]
 
 
-def _cuda_events(trace: list[dict[str, Any]], mark: int) -> Iterator[Event]:
-    """Sizes are those asked for: CUDACachingAllocator.cpp records `orig_size` and `requested_size`."""
-    for at, entry in enumerate(trace):
+def _cuda_events(trace: list[dict[str, Any]], start: int, mark: int) -> Iterator[Event]:
+    """From entry `start` on. Sizes are those asked for: CUDACachingAllocator.cpp records them and not the blocks'."""
+    for at, entry in enumerate(trace[start:], start):
         if entry["action"] == "alloc":
             yield at >= mark, entry["addr"], entry["size"]
         elif entry["action"] == "free_requested":
