@@ -11,14 +11,14 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from itertools import chain
-from operator import attrgetter, is_, methodcaller
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor, nn
 
 from lf_graph._errors import AddressError, GraphCaptureError, SignatureError
 
-_VALUES, _IS_TRAINED = methodcaller("values"), attrgetter("requires_grad")
+_IS_TRAINED = attrgetter("requires_grad")
 
 
 def _modules_of(roots: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
@@ -44,7 +44,7 @@ class Members:
         self._dicts = [registry for _, registry, _ in self._registries]
         self._lengths = list(map(len, self._dicts))
         self._filled = [registry for registry in self._dicts if registry]  # most are empty
-        self._values = self._held()
+        self._values = list(self._held())
         self._names = [name for name, _ in tensors.values()]
         self._tensors = [t for _, t in tensors.values()]
         # what the graph reads must outlive ``p.data = other``
@@ -60,7 +60,7 @@ class Members:
             AddressError: a module, parameter or buffer was exchanged, added, removed or moved.
             SignatureError: a parameter was frozen or unfrozen.
         """
-        if list(map(len, self._dicts)) != self._lengths or not all(map(is_, self._held(), self._values)):
+        if list(map(len, self._dicts)) != self._lengths or any(map(is_not, self._held(), self._values)):
             self._raise_exchanged(name)
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             self._raise_moved(name)
@@ -72,9 +72,9 @@ class Members:
                 fix,
             )
 
-    def _held(self) -> list[object]:
-        # no Python per member: this runs before every replay
-        return list(chain.from_iterable(map(_VALUES, self._filled)))
+    def _held(self) -> Iterator[object]:
+        # no Python per member, and no look-up per dict: the device waits for this before every replay
+        return chain.from_iterable(map(dict.values, self._filled))
 
     def _raise_exchanged(self, name: str) -> None:
         for prefix, registry, known in self._registries:
