@@ -36,9 +36,9 @@ def _words(seed, group, column, DROPOUT: tl.constexpr):
         return tl.philox(
             tl.load(seed),
             column.to(tl.uint32),
-            group.to(tl.uint32),
-            (offset & 0xFFFFFFFF).to(tl.uint32),
-            ((offset >> 32) & 0xFFFFFFFF).to(tl.uint32),
+            (column * 0 + group).to(tl.uint32),
+            (column * 0 + (offset & 0xFFFFFFFF)).to(tl.uint32),
+            (column * 0 + ((offset >> 32) & 0xFFFFFFFF)).to(tl.uint32),
             _ROUNDS,
         )
     else:  # noqa: RET505, Triton compiles one branch of a constexpr if/else
@@ -135,7 +135,8 @@ def _default(key: Key) -> Config:
 
 def _key(x: Tensor, bias: bool, dropout: bool) -> Key:
     """Dtype, whether with bias and dropout, and the columns up to the next power of two."""
-    return str(x.dtype).removeprefix("torch."), bias, dropout, 1 << max(x.shape[1] - 1, 0).bit_length()
+    bucket = triton.next_power_of_2(max(int(x.shape[1]), 1))
+    return str(x.dtype).removeprefix("torch."), bias, dropout, bucket
 
 
 def _problem(key: Key, device: torch.device) -> Problem:

@@ -76,9 +76,11 @@ def _fits_twice(config: Config, key: Key) -> bool:
 
 
 def height_of(rows: int, experts: int) -> int:
-    """Rows of an expert under an even load, up to the next power of two within 16 to 1024."""
-    even = max(1, -(-rows // max(experts, 1)))
-    return min(1024, max(16, 1 << (even - 1).bit_length()))
+    """Rows of an expert under an even load, up to the next power of two within 16 to 1024.
+
+    By comparisons: under dynamic shapes a compiled graph then serves all numbers of rows of a bucket.
+    """
+    return next((h for h in (16, 32, 64, 128, 256, 512) if rows <= experts * h), 1024)
 
 
 def _random(key: Key, device: torch.device) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -151,10 +153,10 @@ def _launch_product(
     swiglu: bool, config: Config,
 ) -> None:  # fmt: skip
     """x [*, K] with neighbours side by side, w [E, K, N] with any strides, outputs contiguous."""
-    rows, columns = out.shape[0], w.shape[2] // (2 if swiglu else 1)
+    experts, depth, columns = (int(n) for n in w.shape)
+    rows, columns = out.shape[0], columns // (2 if swiglu else 1)
     if not out.numel():
         return
-    experts, depth = w.shape[0], w.shape[1]
     tiles = (triton.cdiv(rows, config["BLOCK_M"]) + experts) * triton.cdiv(columns, config["BLOCK_N"])
     whole = depth % config["BLOCK_K"] == 0 and columns % config["BLOCK_N"] == 0
     with torch.cuda.device_of(x):  # Triton launches on the current device
@@ -173,7 +175,7 @@ def _resident(config: Config) -> int:
 def _run_product(x: Tensor, w: Tensor, offsets: Tensor, tokens: Tensor | None, config: Config) -> Tensor:
     rows = x.shape[0] if tokens is None else tokens.shape[0]
     out = x.new_empty(rows, w.shape[2])
-    _launch_product(as_rows(x), w, out, out, out, offsets, tokens, False, config)
+    _launch_product(as_rows(x), w, out, offsets, offsets, offsets, tokens, False, config)
     return out
 
 
@@ -191,7 +193,7 @@ def _run_weight(
     transposed: bool, config: Config,
 ) -> Tensor:  # fmt: skip
     rows = (x if x_tokens is None else x_tokens).shape[0]
-    experts, depth, columns = offsets.shape[0], x.shape[1], grad.shape[1]
+    experts, depth, columns = int(offsets.shape[0]), int(x.shape[1]), int(grad.shape[1])
     stored = x.new_empty((experts, columns, depth) if transposed else (experts, depth, columns))
     out = stored.transpose(1, 2) if transposed else stored
     if not out.numel():
@@ -210,7 +212,7 @@ def _run_weight(
 
 def _key(x: Tensor, rows: int, experts: int, depth: int, columns: int) -> Key:
     """Dtype, rows of an expert, and the weight's sizes."""
-    return str(x.dtype).removeprefix("torch."), height_of(rows, experts), depth, columns
+    return str(x.dtype).removeprefix("torch."), height_of(rows, int(experts)), int(depth), int(columns)
 
 
 @operator("lf_graph::grouped_product")
@@ -264,7 +266,7 @@ def sum_rows(y: Tensor, rows: Tensor) -> Tensor:
     out = y.new_empty(tokens, y.shape[1])
     if not out.numel():
         return out
-    y, block = as_rows(y), min(1024, triton.next_power_of_2(out.shape[1]))  # 8 bf16 a thread of 4 warps
+    y, block = as_rows(y), min(1024, triton.next_power_of_2(int(out.shape[1])))  # 8 bf16 a thread of 4 warps
     with torch.cuda.device_of(y):
         wrap_triton(token_sums)[(tokens, triton.cdiv(out.shape[1], block))](
             y, out, rows.contiguous(), out.shape[1], y.stride(0), TOP_K=top_k, BLOCK=block, num_warps=4

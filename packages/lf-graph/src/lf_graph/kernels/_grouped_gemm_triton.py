@@ -19,16 +19,12 @@ from lf_graph.kernels._interpreter import cast, dot
 
 
 @triton.jit
-def _groups(offsets, rows, experts, BLOCK_M: tl.constexpr, GROUPS: tl.constexpr):
-    """Of each group: number, first row, end row and tiles below each other; groups beyond the last have none."""
-    group = tl.arange(0, GROUPS)
-    end = tl.load(offsets + group, mask=group < experts, other=0)
-    end = tl.where(group < experts, end, rows)
-    start = tl.load(offsets + group - 1, mask=(group > 0) & (group <= experts), other=0)
+def _bounds(group, start, end, rows, experts):
+    """First and end row of each group: experts, the rows of none, and none; wrong offsets stay within the rows."""
     start = tl.where(group <= experts, start, rows)
-    start = tl.minimum(tl.maximum(start, 0), rows)  # wrong offsets must not reach beyond the rows
-    end = tl.minimum(tl.maximum(end, start), rows)
-    return group, start, end, (end - start + BLOCK_M - 1) // BLOCK_M
+    start = tl.minimum(tl.maximum(start, 0), rows)
+    end = tl.where(group < experts, end, rows)
+    return start, tl.minimum(tl.maximum(end, start), rows)
 
 
 @triton.jit
@@ -100,7 +96,12 @@ def grouped_product(
     ``columns`` are those of one half with SWIGLU, whose tiles have two accumulators. WHOLE: tiles fill depth and
     columns, so that weights need no masks. GROUPS is a power of two above the number of experts.
     """
-    group, starts, ends, below_all = _groups(offsets, rows, experts, BLOCK_M, GROUPS)
+    group = tl.arange(0, GROUPS)
+    # loaded here: a compiler takes what a function reaches by pointer, and returns for a store's place, as written to
+    starts = tl.load(offsets + group - 1, mask=(group > 0) & (group <= experts), other=0)
+    ends = tl.load(offsets + group, mask=group < experts, other=0)
+    starts, ends = _bounds(group, starts, ends, rows, experts)
+    below_all = (ends - starts + BLOCK_M - 1) // BLOCK_M
     beside = tl.cdiv(columns, BLOCK_N)
     last = tl.cumsum(below_all, axis=0) * beside
     total = tl.sum(below_all, axis=0) * beside

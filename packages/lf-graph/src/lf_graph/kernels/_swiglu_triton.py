@@ -25,10 +25,16 @@ from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, 
 
 @triton.jit
 def swiglu_forward(
-    gate, up, weight, out, columns, gate_stride, up_stride, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr
-):
-    """out[r] = silu(gate[r]) * up[r] * weight[r]; grid (rows, programs of a row), strides in elements."""
+    gate, up, weight, out, columns, gate_stride, up_stride,
+    PACKED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """out[r] = silu(gate[r]) * up[r] * weight[r]; grid (rows, programs of a row), strides in elements.
+
+    PACKED: up lies behind gate in the same rows. It is not given as a view: compilers would copy what is written to.
+    """
     row = tl.program_id(0).to(tl.int64)
+    if PACKED:
+        up = gate + columns
     factor = 1.0
     if WEIGHTED:
         factor = tl.load(weight + row)
@@ -46,10 +52,13 @@ def swiglu_forward(
 @triton.jit
 def swiglu_backward(
     grad, gate, up, weight, grad_gate, grad_up, grad_weight, columns, grad_stride, gate_stride, up_stride,
-    grad_gate_stride, grad_up_stride, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
+    grad_gate_stride, grad_up_stride, PACKED: tl.constexpr, WEIGHTED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Gradients of one row; those of gate and up may be written over gate and up."""
     row = tl.program_id(0).to(tl.int64)
+    if PACKED:
+        up = gate + columns
+        grad_up = grad_gate + columns
     factor = 1.0
     total = tl.zeros([BLOCK], tl.float32)
     if WEIGHTED:
@@ -84,9 +93,15 @@ def _default(key: Key) -> Config:
     return Config((("BLOCK", 1024),), 4)
 
 
-def _key(gate: Tensor, weighted: bool) -> Key:
+def _columns(gate: Tensor, up: Tensor | None) -> int:
+    """F; a number under dynamic shapes too, as configurations depend on it."""
+    return int(gate.shape[-1]) // (2 if up is None else 1)
+
+
+def _key(gate: Tensor, up: Tensor | None, weight: Tensor | None) -> Key:
     """Dtype, whether rows have weights, and the columns up to the next power of two."""
-    return str(gate.dtype).removeprefix("torch."), weighted, 1 << max(gate.shape[1] - 1, 0).bit_length()
+    bucket = triton.next_power_of_2(max(_columns(gate, up), 1))
+    return str(gate.dtype).removeprefix("torch."), weight is not None, bucket
 
 
 def _problem(key: Key, device: torch.device) -> Problem:
@@ -96,15 +111,11 @@ def _problem(key: Key, device: torch.device) -> Problem:
     weight = torch.rand(TUNED_ROWS, device=device) if key[1] else None
 
     def run(config: Config) -> tuple[Tensor, ...]:
-        out = torch.empty_like(gate)
+        out, to_gate, to_up = (torch.empty_like(gate) for _ in range(3))
+        to_weight = torch.empty(TUNED_ROWS if key[1] else 0, device=device)
         _launch_forward(gate, up, weight, out, config)
-        grads = (
-            torch.empty_like(gate),
-            torch.empty_like(up),
-            torch.empty(TUNED_ROWS if key[1] else 0, device=device),
-        )
-        _launch_backward(grad, gate, up, weight, grads, config)
-        return (out, *(grads if key[1] else grads[:2]))
+        _launch_backward(grad, gate, up, weight, to_gate, to_up, to_weight, config)
+        return (out, to_gate, to_up, to_weight) if key[1] else (out, to_gate, to_up)
 
     from lf_graph.kernels.swiglu import swiglu_plain
 
@@ -120,50 +131,51 @@ def _problem(key: Key, device: torch.device) -> Problem:
 TUNABLE = register(Tunable("swiglu", (swiglu_forward, swiglu_backward), _default, _candidates, _problem))
 
 
-def _grid(gate: Tensor, weighted: bool, block: int) -> tuple[int, int]:
-    return gate.shape[0], 1 if weighted else min(triton.cdiv(gate.shape[1], block), 65535)
+def _grid(rows: int, columns: int, weighted: bool, block: int) -> tuple[int, int]:
+    return rows, 1 if weighted else min(triton.cdiv(columns, block), 65535)
 
 
-def _launch_forward(gate: Tensor, up: Tensor, weight: Tensor | None, out: Tensor, config: Config) -> None:
-    """gate, up, out [rows, F]; gate and up with any row stride, out contiguous."""
+def _launch_forward(
+    gate: Tensor, up: Tensor | None, weight: Tensor | None, out: Tensor, config: Config
+) -> None:
+    """gate [rows, F] (without up [rows, 2 F]) and up with any row stride, out [rows, F] contiguous."""
     if not out.numel():
         return
+    columns, other = _columns(gate, up), gate if up is None else up
     with torch.cuda.device_of(gate):  # Triton launches on the current device
-        wrap_triton(swiglu_forward)[_grid(gate, weight is not None, config["BLOCK"])](
-            gate, up, out if weight is None else weight, out, gate.shape[1], gate.stride(0), up.stride(0),
-            WEIGHTED=weight is not None, **config.keywords(),
+        wrap_triton(swiglu_forward)[_grid(gate.shape[0], columns, weight is not None, config["BLOCK"])](
+            gate, other, gate if weight is None else weight, out, columns, gate.stride(0), other.stride(0),
+            PACKED=up is None, WEIGHTED=weight is not None, **config.keywords(),
         )  # fmt: skip
 
 
 def _launch_backward(
-    grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None, grads: tuple[Tensor, ...], config: Config
-) -> None:
-    """grads: of gate, up [rows, F] with any row stride, and of weight [rows] (unused without one)."""
+    grad: Tensor, gate: Tensor, up: Tensor | None, weight: Tensor | None,
+    to_gate: Tensor, to_up: Tensor | None, to_weight: Tensor, config: Config,
+) -> None:  # fmt: skip
+    """Gradients: of gate and up in their shapes with any row stride, of weight [rows] (unused without one)."""
     if not gate.numel():
         return
-    to_gate, to_up, to_weight = grads
+    columns, other = _columns(gate, up), gate if up is None else up
+    to_other = to_gate if to_up is None else to_up
     with torch.cuda.device_of(gate):
-        wrap_triton(swiglu_backward)[_grid(gate, weight is not None, config["BLOCK"])](
-            grad, gate, up, grad if weight is None else weight, to_gate, to_up,
-            grad if weight is None else to_weight, gate.shape[1], grad.stride(0), gate.stride(0), up.stride(0),
-            to_gate.stride(0), to_up.stride(0), WEIGHTED=weight is not None, **config.keywords(),
+        wrap_triton(swiglu_backward)[_grid(gate.shape[0], columns, weight is not None, config["BLOCK"])](
+            grad, gate, other, grad if weight is None else weight, to_gate, to_other, to_weight, columns,
+            grad.stride(0), gate.stride(0), other.stride(0), to_gate.stride(0), to_other.stride(0),
+            PACKED=up is None, WEIGHTED=weight is not None, **config.keywords(),
         )  # fmt: skip
 
 
-def _halves(gate: Tensor, up: Tensor | None) -> tuple[Tensor, Tensor]:
-    """Rows of gate and up, as views wherever strides allow."""
-    if up is not None:
-        return as_rows(gate), as_rows(up)
-    rows, width = as_rows(gate), gate.shape[-1] // 2
-    return rows[:, :width], rows[:, width:]
+def _rows(x: Tensor | None) -> Tensor | None:
+    return None if x is None else as_rows(x)
 
 
 def _run_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None) -> Tensor:
-    g, u = _halves(gate, up)
-    out = gate.new_empty(*gate.shape[:-1], g.shape[1])
+    columns = _columns(gate, up)
+    out = gate.new_empty(*gate.shape[:-1], columns)
+    config = config_of(TUNABLE, _key(gate, up, weight))
     flat_weight = None if weight is None else weight.reshape(-1)
-    config = config_of(TUNABLE, _key(g, weight is not None))
-    _launch_forward(g, u, flat_weight, out.view(-1, g.shape[1]) if out.numel() else out, config)
+    _launch_forward(as_rows(gate), _rows(up), flat_weight, as_rows(out), config)
     return out
 
 
@@ -191,15 +203,14 @@ def _run_backward(
     to_gate: Tensor,
     to_up: Tensor | None,
 ) -> Tensor:
-    """Writes gradients to ``to_gate`` and ``to_up`` (views of rows); returns that of the weight."""
-    g, u = _halves(gate, up)
-    grad_weight = gate.new_empty(0 if weight is None else weight.numel(), dtype=torch.float32)
+    """Writes gradients to ``to_gate`` and ``to_up``, which are rows; returns that of the weight."""
+    to_weight = gate.new_empty(0 if weight is None else weight.numel(), dtype=torch.float32)
     flat_weight = None if weight is None else weight.reshape(-1)
-    config = config_of(TUNABLE, _key(g, weight is not None))
-    _launch_backward(as_rows(grad), g, u, flat_weight, (*_halves(to_gate, to_up), grad_weight), config)
+    given = (as_rows(grad), as_rows(gate), _rows(up), flat_weight, as_rows(to_gate), _rows(to_up), to_weight)
+    _launch_backward(*given, config_of(TUNABLE, _key(gate, up, weight)))
     if weight is None:
-        return grad_weight
-    return grad_weight.zero_().view(weight.shape) if not g.shape[1] else grad_weight.view(weight.shape)
+        return to_weight
+    return to_weight.view(weight.shape) if gate.shape[-1] else to_weight.zero_().view(weight.shape)
 
 
 @operator("lf_graph::swiglu_backward")

@@ -1,0 +1,44 @@
+"""Activations, grouped products and 8-bit layers as :mod:`traced` traces operators; run as that is."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import traced
+from torch import Tensor
+
+OFFSETS = torch.tensor([3, 5], dtype=torch.int32)
+SEED = torch.tensor([1, 2])
+
+
+def operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
+    """Each with the shapes of its inputs."""
+    from lf_graph import kernels as k
+
+    def experts(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor) -> Tensor:
+        tokens = torch.arange(8) // 2
+        places = (OFFSETS, tokens, torch.arange(8).view(4, 2))
+        return k.grouped_experts(x, gate_up, down, weight.float(), *places)
+
+    stream, layer = (2, 3, 64), [(3, 16, 32), (48, 32)]
+    return {
+        "swiglu": (k.swiglu, [stream, stream]),
+        "swiglu packed": (lambda g: k.swiglu(g, overwrite=True), [stream]),
+        "swiglu weighted": (lambda g, w: k.swiglu(g, weight=w.float()), [stream, stream[:2]]),
+        "gelu_tanh": (lambda x, b: k.gelu_tanh(x, b, dropout_p=0.1, seed=SEED), [stream, stream[2:]]),
+        "grouped_gemm": (lambda x, w: k.grouped_gemm(x, w, OFFSETS), [(6, 32), (2, 32, 48)]),
+        "grouped_experts": (experts, [(4, 32), (2, 32, 96), (2, 48, 32), (8,)]),
+        "float8 by tensor": (k.float8_linear, layer),
+        "float8 by row": (lambda x, w: k.float8_linear(x, w, scaling="row"), layer),
+    }
+
+
+if __name__ == "__main__":
+    traced._pretend_a_gpu()
+    table = operators()
+    wanted, dynamic = json.loads(sys.argv[1]), sys.argv[2] == "1"
+    print(json.dumps({name: traced._trace(*table[name], dynamic) for name in wanted}))
