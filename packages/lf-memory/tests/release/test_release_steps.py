@@ -251,6 +251,36 @@ def test_an_error_in_the_middle_of_backward_breaks_the_handle_until_reset(mode):
 
 
 @pytest.mark.usefixtures("blown")
+def test_a_reset_forgets_the_running_norm_of_the_step_that_failed():
+    theirs, ours = Chain(), Chain()
+    options = {"clip": 1e-3, "clip_by": "running"}
+    handle = release(ours, sgd(ours), "local_clip", **options)
+    with pytest.raises(MemoryError):
+        (ours(torch.ones(2, 8)) * 1e6).backward()
+    handle.reset()
+    Fuse.armed = False
+    ours.load_state_dict(theirs.state_dict())
+    fresh = release(theirs, sgd(theirs), "local_clip", **options)
+    for model, stepper in ((ours, handle), (theirs, fresh)):
+        model(torch.ones(2, 8)).backward()
+        stepper.step()
+    assert_same(ours, theirs)
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_accumulation_in_state_that_is_reset_leaves_no_mark_in_the_state(first):
+    model = net()
+    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.5)
+    handle = release(model, optimizer, "fused", accumulation=2, accumulate="state")
+    for _ in range(0 if first else 2):
+        model(batches(1)[0]).backward()
+    handle.step()
+    model(batches(1)[0]).backward()
+    handle.reset()
+    assert {key for state in optimizer.state.values() for key in state} == {"momentum_buffer"}
+
+
+@pytest.mark.usefixtures("blown")
 def test_an_error_in_a_closure_or_in_the_optimizer_breaks_the_handle():
     model = Chain()
     handle = release(model, sgd(model), "two_pass", clip=1.0)
@@ -377,6 +407,20 @@ class TestGate:
             moved = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
             assert moved == [first == 1.0] * 2 + [True] * 2
         assert handle.skipped == 2
+
+    @pytest.mark.parametrize("clip_by", ["parameter", "running"])
+    def test_local_clip_goes_on_after_a_bad_gradient(self, clip_by):
+        model = nn.ModuleList([nn.Linear(4, 1), nn.Linear(4, 1)])
+        handle = release(model, sgd(model), "local_clip", clip=0.1, clip_by=clip_by, gate=True)
+        x = torch.ones(2, 4)
+        for factor in (float("inf"), 1.0, 1.0):
+            before = model[0].weight.detach().clone()
+            (model[0](x).sum() * factor + model[1](x).sum()).backward()
+            handle.step()
+        assert handle.skipped == 2
+        assert handle.norm.isfinite()
+        assert not torch.equal(model[0].weight, before)
+        assert model[0].weight.isfinite().all()
 
     def test_once_state_exists_the_flag_is_not_read_on_the_host(self):
         model = net()

@@ -69,6 +69,9 @@ class Mode(ABC):
     def finish(self) -> None:
         """Update what has a gradient left, and free it."""
 
+    def reset(self) -> None:  # noqa: B027 (most modes keep it all in slots)
+        """Forget what was gathered for a step that is given up."""
+
     def planned_bytes(self) -> int:
         """Most bytes of complete gradients that should ever be alive at one time."""
         return max((slot.nbytes for slot in self.slots), default=0)
@@ -145,7 +148,9 @@ class LocalClip(Fused):
     def apply(self, slot: Slot) -> None:
         slot.restore()
         own = total_norm([(slot.param, norm_of(slot.grad))])
-        square = own.square()
+        square = torch.where(
+            torch.isfinite(own), own, 0.0
+        ).square()  # or one bad gradient would spoil all later norms
         self._squares = square if self._squares is None else self._squares + square.to(self._squares.device)
         assert self.options.clip is not None
         scale([slot.grad], coefficient(self.options.clip, self._bound(own)))
@@ -159,6 +164,9 @@ class LocalClip(Fused):
         super().finish()
         if self._squares is not None:
             self.norm, self._squares = self._squares.sqrt(), None
+
+    def reset(self) -> None:
+        self._squares = None
 
     def state_dict(self) -> dict[str, Any]:
         return {} if self.norm is None else {"norm": self.norm.clone()}

@@ -152,6 +152,10 @@ class StateAccumulation(Fused):
     def left(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.seen and not slot.updated]
 
+    def reset(self) -> None:
+        for slot in self.slots:
+            self.updater.optimizer.state.get(slot.param, {}).pop(_FIRST, None)
+
     def planned_bytes(self) -> int:
         return max((slot.nbytes for slot in self.slots), default=0)
 

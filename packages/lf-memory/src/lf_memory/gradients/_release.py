@@ -159,6 +159,7 @@ class ReleaseHandle:
         """Give up the step that has begun: drop its gradients; what was updated already stays so."""
         for slot in self._slots:
             slot.reset()
+        self._mode.reset()
         self._watch.open.clear()
         self._ledger.forget()
         self._failed = False
