@@ -91,7 +91,7 @@ def fsdp(rank, mode, options, clip=None, make=adamw, device="cpu", mesh_shape=No
     data = [ids.to(device) for ids in batches(6, seed=20 + rank)]
     train(models[0], make(models[0].parameters()), data, 1, clip)
     optimizer = make(models[1].parameters())
-    _, handle = train_released(models[1], optimizer, data, mode, **options)
+    _, handle = train_released(models[1], optimizer, data, mode, **{"chunk_bytes": 1, **options})
     stats = handle.stats()
     return (
         difference(models[1], models[0]),

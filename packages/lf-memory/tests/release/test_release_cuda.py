@@ -29,6 +29,7 @@ ON_DEVICE = [
 ]
 MODES = [
     ("fused", {}, None),
+    ("fused", {"chunk_bytes": 1}, None),
     ("fused", {"accumulation": 3, "accumulate": "buffer"}, None),
     ("exact", {"clip": 0.5}, 0.5),
     ("two_pass", {"clip": 0.5}, 0.5),
@@ -131,7 +132,7 @@ def test_a_gate_with_steps_counted_on_the_host_is_refused():
 
 
 @pytest.mark.parametrize(("mode", "options", "copies"), [
-    ("fused", {}, 4), ("fused", {"accumulate": "state"}, 4), ("local_clip", {"clip": 1.0}, 4),
+    ("fused", {}, 2), ("fused", {"accumulate": "state"}, 4), ("local_clip", {"clip": 1.0}, 2),
     ("exact", {"clip": 1.0, "chunk_bytes": 1 << 24}, 24 + 4),
     ("exact", {"keep": torch.bfloat16, "chunk_bytes": 1}, 12 + 4),
 ])  # fmt: skip

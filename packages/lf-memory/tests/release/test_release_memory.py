@@ -59,7 +59,7 @@ def test_the_ordinary_loop_holds_every_gradient_and_a_foreach_step_as_much_again
 ])  # fmt: skip
 def test_freeing_modes_hold_one_gradient_and_what_one_update_takes(mode, options):
     model, x = stack(), torch.ones(8, WIDTH)
-    handle = release(model, AdamW(model.parameters(), foreach=False), mode, **options)
+    handle = release(model, AdamW(model.parameters(), foreach=False), mode, chunk_bytes=1, **options)
     warm(handle.step, model, x)
     peak = backward_and_step(handle.step, model, x)
     assert peak < 5 * MATRIX + SLACK  # the gradient, and the update's own tensors
@@ -70,7 +70,7 @@ def test_freeing_modes_hold_one_gradient_and_what_one_update_takes(mode, options
 
 def test_two_passes_hold_one_gradient_too():
     model, x = stack(), torch.ones(8, WIDTH)
-    handle = release(model, AdamW(model.parameters(), foreach=False), "two_pass", clip=1.0)
+    handle = release(model, AdamW(model.parameters(), foreach=False), "two_pass", clip=1.0, chunk_bytes=1)
 
     def closure():
         loss = model(x).square().mean()
@@ -125,6 +125,19 @@ def test_buffers_of_bfloat16_parameters_are_planned_in_float32(mode):
     stats = handle.stats()
     assert stats.peak_bytes <= stats.planned_bytes
     assert stats.planned_bytes <= TOTAL + MATRIX
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5, 1000])
+def test_small_gradients_wait_for_each_other_up_to_a_chunk(chunk):
+    model, x = stack(), torch.ones(8, WIDTH)
+    optimizer = AdamW(model.parameters(), foreach=False)
+    handle = release(model, optimizer, "fused", chunk_bytes=chunk * MATRIX)
+    warm(handle.step, model, x)
+    stats = handle.stats()
+    assert stats.peak_bytes == min(chunk, LAYERS) * MATRIX
+    assert stats.peak_bytes <= stats.planned_bytes <= min(chunk + 1, LAYERS) * MATRIX
+    assert stats.at_step == (LAYERS % chunk if chunk < LAYERS else LAYERS)
+    assert stats.in_backward + stats.at_step == LAYERS
 
 
 def test_nothing_grows_over_many_steps():

@@ -38,11 +38,14 @@ OPTIMIZERS = {
 }
 EQUAL_MODES = {
     "fused": ("fused", {}, None),
+    "fused alone": ("fused", {"chunk_bytes": 1}, None),
+    "fused, some together": ("fused", {"chunk_bytes": 9000}, None),
     "fused buffer": ("fused", {"accumulation": 3, "accumulate": "buffer"}, None),
     "exact": ("exact", {}, None),
     "exact clip": ("exact", {"clip": 0.5, "accumulation": 3}, 0.5),
     "exact gate": ("exact", {"clip": 0.5, "gate": True}, 0.5),
     "two_pass": ("two_pass", {"clip": 0.5}, 0.5),
+    "two_pass alone": ("two_pass", {"clip": 0.5, "chunk_bytes": 1}, 0.5),
     "two_pass gate": ("two_pass", {"gate": True}, None),
     "fused gate": ("fused", {"gate": True}, None),
 }
@@ -442,7 +445,7 @@ def test_two_optimizers_of_one_model_are_released_side_by_side():
 def test_released_steps_under_autocast_and_compile_have_the_bits_of_the_ordinary_loop():
     theirs, ours = net(), net()
     plain, released = AdamW(theirs.parameters(), lr=1e-2), AdamW(ours.parameters(), lr=1e-2)
-    handle = release(ours, released, "fused")
+    handle = release(ours, released, "fused", chunk_bytes=1)
     ours_forward, theirs_forward = (
         torch.compile(m, backend="aot_eager", fullgraph=True) for m in (ours, theirs)
     )

@@ -64,6 +64,12 @@ def test_fully_sharded_parameters_are_trained_as_by_the_ordinary_loop(pair, mode
         assert over_plan == 0
 
 
+@pytest.mark.parametrize("mode", ["fused", "two_pass"])
+def test_sharded_gradients_that_wait_for_each_other_give_the_same_bits(pair, mode):
+    for off, _, live, _ in pair.call(fsdp, mode=mode, options={"chunk_bytes": 1 << 20}):
+        assert off == live == 0
+
+
 def test_accumulation_in_state_works_on_shards(pair):
     for off, *_ in pair.call(fsdp, mode="fused", options={"accumulate": "state"}, make=momentum):
         assert off <= 1e-6

@@ -30,7 +30,7 @@ class Options:
     accumulate: str | None = None
     gate: bool = False
     keep: torch.dtype | None = None
-    chunk_bytes: int = 64 << 20
+    chunk_bytes: int = 1
     reduced_later: bool = False  # by DistributedDataParallel, after the hooks of parameters
 
 
@@ -74,7 +74,9 @@ class Mode(ABC):
 
     def planned_bytes(self) -> int:
         """Most bytes of complete gradients that should ever be alive at one time."""
-        return max((slot.nbytes for slot in self.slots), default=0)
+        largest = max((slot.nbytes for slot in self.slots), default=0)
+        waiting = (self.updater.together - 1) * len({slot.group for slot in self.slots})
+        return min(largest + waiting, sum(slot.nbytes for slot in self.slots))
 
     def state_dict(self) -> dict[str, Any]:
         """What the next step needs to know of this one."""
@@ -96,7 +98,7 @@ class Fused(Mode):
     """
 
     def gradient(self, slot: Slot) -> None:
-        if slot.updated:
+        if slot.seen > self.options.accumulation:
             raise ReleaseError(_AGAIN.format(name=slot.name, n=slot.seen, told=self.options.accumulation))
         if self._in_buffer(slot):
             slot.keep(torch.float32)
@@ -109,16 +111,25 @@ class Fused(Mode):
         return slot.seen < self.options.accumulation and not self._in_buffer(slot)
 
     def finish(self) -> None:
+        self.updater.flush()
         for slot in self.left():  # seen in fewer micro-batches than there were
             self.apply(slot)
+        self.updater.flush()
 
     def apply(self, slot: Slot) -> None:
-        """Update one parameter from its complete gradient."""
+        """Update one parameter from its complete gradient, or have it updated with the next."""
         slot.restore()
-        finite = None
         if self.updater.gate:
-            finite = torch.isfinite(total_norm([(slot.param, norm_of(slot.grad))]))
-            self.updater.count(finite)
+            self._gated(slot, total_norm([(slot.param, norm_of(slot.grad))]))
+        else:
+            self.updater.soon(slot)
+
+    def reset(self) -> None:
+        self.updater.forget()
+
+    def _gated(self, slot: Slot, norm: Tensor) -> None:
+        finite = torch.isfinite(norm)  # its own: it cannot wait for others
+        self.updater.count(finite)
         self.updater.update([slot], finite)
 
     def _in_buffer(self, slot: Slot) -> bool:
@@ -154,11 +165,10 @@ class LocalClip(Fused):
         self._squares = square if self._squares is None else self._squares + square.to(self._squares.device)
         assert self.options.clip is not None
         scale([slot.grad], coefficient(self.options.clip, self._bound(own)))
-        finite = None
         if self.updater.gate:
-            finite = torch.isfinite(own)
-            self.updater.count(finite)
-        self.updater.update([slot], finite)
+            self._gated(slot, own)
+        else:
+            self.updater.soon(slot)
 
     def finish(self) -> None:
         super().finish()
@@ -166,6 +176,7 @@ class LocalClip(Fused):
             self.norm, self._squares = self._squares.sqrt(), None
 
     def reset(self) -> None:
+        super().reset()
         self._squares = None
 
     def state_dict(self) -> dict[str, Any]:

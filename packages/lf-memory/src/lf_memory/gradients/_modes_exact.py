@@ -120,7 +120,7 @@ class TwoPass(Mode):
             return
         if self._factor is not None:
             scale([slot.grad], self._factor)
-        self.updater.update([slot], self._finite)
+        self.updater.soon(slot, self._finite)
 
     def run(self, closure: Closure | None) -> Any:
         """Both passes; returns what `closure` returned the second time."""
@@ -133,6 +133,9 @@ class TwoPass(Mode):
 
     def finish(self) -> None:
         """Nothing is left: both passes free as they go."""
+
+    def reset(self) -> None:
+        self.updater.forget()
 
     def _both(self, closure: Closure) -> Any:
         before = self._passes.save()
@@ -147,6 +150,7 @@ class TwoPass(Mode):
         for slot in seen:
             slot.seen = 1
         loss = call(closure)
+        self.updater.flush(self._finite)
         self._require_same(seen)
         self.drift = self._drift(total_norm([(slot.param, _known(slot)) for slot in seen]))
         return loss

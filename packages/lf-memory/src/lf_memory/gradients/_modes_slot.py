@@ -20,7 +20,7 @@ class Slot:
         group: index of its param group.
         seen: gradients of micro-batches that came since the last step.
         updated: whether the parameter was updated since then.
-        started: whether it was updated ever.
+        started: whether a gated update was taken, so that there is a state to go back to.
         buffer: gradient kept apart from `param.grad`, in another dtype; None if there is none.
         norm: 2-norm of this pass's gradient on this rank, where a mode needs it later.
     """

@@ -147,7 +147,7 @@ class StateAccumulation(Fused):
 
     def apply(self, slot: Slot) -> None:
         self._rule.finish(slot.param, *self._of(slot))
-        slot.updated = slot.started = True
+        slot.updated = True
 
     def left(self) -> list[Slot]:
         return [slot for slot in self.slots if slot.seen and not slot.updated]

@@ -27,15 +27,43 @@ class Updater:
         gate: leave an update out if `finite` is false, without asking the device. The first update of a parameter
             asks it, because there is no state to go back to.
 
+    Args:
+        together: bytes of gradients that `soon` gathers before it updates; 1 updates at once.
+
     Attributes:
         skipped: int64 scalar on the device of the first gated update, updates left out; None before.
     """
 
-    def __init__(self, optimizer: Optimizer, gate: bool) -> None:
+    def __init__(self, optimizer: Optimizer, gate: bool, together: int = 1) -> None:
         self.optimizer = optimizer
         self.gate = gate
+        self.together = together
         self.skipped: Tensor | None = None
         self._partial = PartialOptimizer(optimizer)
+        self._waiting: dict[int, list[Slot]] = {}
+
+    def soon(self, slot: Slot, finite: Tensor | None = None) -> None:
+        """Update a parameter together with others of its group, as soon as their gradients are worth a launch.
+
+        Args:
+            slot: its gradient is complete.
+            finite: the same for all parameters until the next `flush`.
+        """
+        waiting = self._waiting.setdefault(slot.group, [])
+        waiting.append(slot)
+        if sum(_held_bytes(s.grad) for s in waiting) >= self.together:
+            del self._waiting[slot.group]
+            self.update(waiting, finite)
+
+    @torch.no_grad()
+    def flush(self, finite: Tensor | None = None) -> None:
+        """Update what `soon` still holds."""
+        while self._waiting:
+            self.update(self._waiting.popitem()[1], finite)
+
+    def forget(self) -> None:
+        """Leave out what `soon` still holds."""
+        self._waiting.clear()
 
     def update(self, slots: Sequence[Slot], finite: Tensor | None = None) -> None:
         """Step the parameters of `slots`, all of one param group, from `.grad`; free the gradients.
@@ -50,7 +78,7 @@ class Updater:
         else:
             self._gated(slots, params, finite)
         for slot in slots:
-            slot.started = slot.updated = True
+            slot.updated = True
             slot.free()
 
     def count(self, finite: Tensor) -> None:
@@ -65,6 +93,8 @@ class Updater:
         ):
             if bool(finite):
                 self._partial.step(slots[0].group, params)
+                for slot in slots:
+                    slot.started = True
             return
         before = [local(p).clone() for p in params]
         states = [dict(self._saved(state)) for state in self._partial.states(params)]
@@ -92,6 +122,11 @@ class Updater:
                 raise ReleaseError(_HOST_STATE.format(name=name, key=key, where=f"on {value.device}"))
             elif key in saved:
                 _choose(finite, value, saved[key])
+
+
+def _held_bytes(grad: Tensor) -> int:
+    """What waiting keeps alive: of a sharded gradient, the buffer of its whole group."""
+    return local(grad).untyped_storage().nbytes()
 
 
 def _choose(finite: Tensor, new: Tensor, old: Tensor) -> None:

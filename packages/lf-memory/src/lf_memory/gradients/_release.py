@@ -34,13 +34,14 @@ from ._release_watch import BackwardWatch
 
 _MODES: dict[str, type[Mode]] = {"fused": Fused, "local_clip": LocalClip, "exact": Exact}
 _MIB = 1 << 20
+_CHUNK = {"exact": 64 << 20}
 _handles: weakref.WeakSet[ReleaseHandle] = weakref.WeakSet()
 
 
 def release(
     model: nn.Module, optimizer: Optimizer, mode: str = "exact", *, clip: float | None = None, accumulation: int = 1,
     accumulate: str | None = None, gate: bool = False, clip_by: str = "parameter", keep: torch.dtype | None = None,
-    chunk_bytes: int = 64 << 20,
+    chunk_bytes: int | None = None,
 ) -> ReleaseHandle:  # fmt: skip
     """Free each gradient as early as a mode allows; `handle.step()` then takes the place of `optimizer.step()`.
 
@@ -68,15 +69,17 @@ def release(
         clip_by: norm for "local_clip": "parameter" or "running" (see LocalClip).
         keep: "exact" keeps gradients of wider parameters in this type: torch.bfloat16 loses nothing of gradients
             that come from one use under bfloat16 autocast, and rounds others.
-        chunk_bytes: "exact" updates so many bytes of gradients at a time.
+        chunk_bytes: so many bytes of gradients are updated at a time: by default 64 MiB in "exact", and 1 MiB in the
+            other modes, where small gradients wait for each other; 1 updates each parameter alone.
 
     Returns:
         The handle, to be closed or kept: when it is garbage, training is ordinary again.
 
     Raises ValueError for combinations that cannot do what they say; the message names what can.
     """
+    chunk = _CHUNK.get(mode, 1 << 20) if chunk_bytes is None else chunk_bytes
     options = Options(
-        mode, clip, clip_by, accumulation, accumulate, gate, keep, chunk_bytes, reduced_later=is_ddp(model)
+        mode, clip, clip_by, accumulation, accumulate, gate, keep, chunk, reduced_later=is_ddp(model)
     )
     check_options(options)
     check_model(model, options)
@@ -101,7 +104,7 @@ class ReleaseHandle:
         self._members: list[int] = [id(p) for _, _, p in named]
         self._slots = [Slot(name, p, group) for name, group, p in named if p.requires_grad]
         self._ledger = Ledger()
-        self._updater = Updater(optimizer, options.gate)
+        self._updater = Updater(optimizer, options.gate, options.chunk_bytes)
         self._mode = _mode(model, options, self._slots, self._updater, self._ledger)
         self._watch = BackwardWatch()
         self._steps = self._in_backward = self._at_step = 0
