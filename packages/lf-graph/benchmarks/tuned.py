@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from epilogue import GeluInProduct
 from measure import Row
 from ours import Ours, configurations, row_of
+from rewrites import GeluInProduct, OneProductForOneInput
 from workloads import Workload
 
 from lf_graph import Launch
@@ -32,6 +32,7 @@ def variants(base: Ours) -> list[Ours]:
         told("max-autotune products", 150, **products),
         told("dependent launches", 20, **{"triton.enable_pdl": True}),
         told("GELU in the product", 20, pre_grad_custom_pass=GeluInProduct()),
+        told("one product for one input", 20, pre_grad_custom_pass=OneProductForOneInput()),
         replace(base, name=f"{base.name}, 8-wide AdamW", launch=Launch(vector=8)),
         replace(base, name=f"{base.name}, AdamW blocks of 2048", launch=Launch(block=2048, warps=8)),
         replace(
