@@ -13,6 +13,7 @@ OPERATORS = {
     "layer_norm_modulate": (1, 2),
     "add_layer_norm_modulate": (1, 2),
     "gated_residual": (1, 2),
+    "qk_norm_rope": (1, 2),
     "rope": (1, 1),
 }
 LAUNCH = "triton_kernel_wrapper_functional"

@@ -42,6 +42,10 @@ def _operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
         "layer_norm_modulate": (k.layer_norm_modulate, [stream, sample, sample]),
         "add_layer_norm_modulate": (k.add_layer_norm_modulate, [stream, stream, sample, sample]),
         "gated_residual": (k.gated_residual, [stream, stream, sample]),
+        "qk_norm_rope": (
+            lambda q, v, a, b: k.qk_norm_rope(q, v, a, b, cos, cos),
+            [(2, 3, 4, 48), (2, 3, 2, 48), (48,), (48,)],
+        ),
         "rope": (lambda q, v: k.rope(q, v, cos, cos), [(2, 3, 4, 48), (2, 3, 2, 48)]),
     }
 

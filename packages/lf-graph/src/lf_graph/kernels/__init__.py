@@ -17,6 +17,7 @@ from lf_graph.kernels.norm import (
     layer_norm_modulate,
     rms_norm,
 )
+from lf_graph.kernels.qk_norm_rope import qk_norm_rope
 from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
 
@@ -37,6 +38,7 @@ __all__ = [
     "layer_norm_modulate",
     "linear_cross_entropy",
     "packed_positions",
+    "qk_norm_rope",
     "rms_norm",
     "rope",
     "swiglu",

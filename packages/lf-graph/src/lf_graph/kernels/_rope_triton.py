@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,28 @@ from torch.library import wrap_triton
 
 from lf_graph.kernels._interpreter import cast, operator, tl, triton
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register
+
+
+@triton.jit
+def token_of(row, tokens, HEADS: tl.constexpr):
+    """Batch, index of the token and head of a row of heads, 64-bit."""
+    token = row // HEADS
+    return (token // tokens).to(tl.int64), (token % tokens).to(tl.int64), (row % HEADS).to(tl.int64)
+
+
+@triton.jit
+def angles_of(
+    cos, sin, t_batch, t_row, positions, p_batch, p_token, length, batch, index, real, columns, HALF: tl.constexpr,
+    POSITIONS: tl.constexpr,
+):  # fmt: skip
+    """cos and sin [rows, columns] of tokens, fp32; cos is NaN at positions outside of the table."""
+    position = index
+    if POSITIONS:
+        position = tl.load(positions + batch * p_batch + index * p_token, mask=real, other=0).to(tl.int64)
+    inside = (real & (position >= 0) & (position < length))[:, None] & (columns < HALF)[None, :]
+    places = (batch * t_batch + position * t_row)[:, None] + columns[None, :]
+    c = tl.load(cos + places, mask=inside, other=float("nan")).to(tl.float32)
+    return c, tl.load(sin + places, mask=inside, other=0.0).to(tl.float32)
 
 
 @triton.jit
@@ -26,17 +48,12 @@ def _rotate(
     """ROWS heads of x, counted over batch, tokens and heads; REST is a power of two over what passes through."""
     row = block * ROWS + tl.arange(0, ROWS)
     real = row < rows
-    token, head = row // HEADS, (row % HEADS).to(tl.int64)
-    batch, index = (token // tokens).to(tl.int64), (token % tokens).to(tl.int64)
-    position = index
-    if POSITIONS:
-        position = tl.load(positions + batch * p_batch + index * p_token, mask=real, other=0).to(tl.int64)
+    batch, index, head = token_of(row, tokens, HEADS)
     columns = tl.arange(0, BLOCK)
     mask = real[:, None] & (columns < HALF)[None, :]
-    inside = mask & ((position >= 0) & (position < length))[:, None]
-    angles = (batch * t_batch + position * t_row)[:, None] + columns[None, :]
-    c = tl.load(cos + angles, mask=inside, other=float("nan")).to(tl.float32)
-    s = tl.load(sin + angles, mask=inside, other=0.0).to(tl.float32)
+    c, s = angles_of(
+        cos, sin, t_batch, t_row, positions, p_batch, p_token, length, batch, index, real, columns, HALF, POSITIONS
+    )  # fmt: skip
     if INVERSE:
         s = -s
     source = x + (batch * x_batch + index * x_token + head * x_head)[:, None] + columns[None, :]
@@ -84,36 +101,61 @@ def launch(
     inverse: bool,
 ) -> tuple[Tensor, Tensor]:
     """q and k [B, T, heads, D] rotated, contiguous; tables [L, R/2] or [B, T, R/2]."""
-    q_out, k_out = _outputs(q, k)
-    q, k, cos = (t if t.stride(-1) == 1 else t.contiguous() for t in (q, k, cos))
-    if sin.stride() != cos.stride():
-        cos, sin = cos.contiguous(), sin.contiguous()
+    q_out, k_out = outputs_like(q, k)
+    q, k, tables = dense_heads(q), dense_heads(k), Tables.of(cos, sin, positions, q)
     batch, tokens = q.shape[:2]
     heads, kv_heads, width, half = (int(n) for n in (q.shape[2], k.shape[2], q.shape[3], cos.shape[-1]))
     q_rows, k_rows = batch * tokens * heads, batch * tokens * kv_heads
-    rows = config["ROWS"]
-    grid = (triton.cdiv(q_rows, rows) + triton.cdiv(k_rows, rows),)
+    grid = (triton.cdiv(q_rows, config["ROWS"]) + triton.cdiv(k_rows, config["ROWS"]),)
     if not grid[0]:
         return q_out, k_out
-    where = q if positions is None else positions
-    steps = (0, 0) if positions is None else (where.stride(0) if where.dim() == 2 else 0, where.stride(-1))
     with torch.cuda.device_of(q):  # Triton launches on the current device
         wrap_triton(rotate_heads)[grid](
-            q, *q.stride()[:3], q_out, k, *k.stride()[:3], k_out, cos, sin,
-            cos.stride(0) if cos.dim() == 3 else 0, cos.stride(-2), where, *steps,
-            cos.shape[-2], tokens, q_rows, k_rows, Q_HEADS=heads, K_HEADS=kv_heads, D=width, HALF=half,
-            BLOCK=triton.next_power_of_2(half), REST=_rest(width, half), POSITIONS=positions is not None,
-            INVERSE=inverse, **config.keywords(),
+            q, *q.stride()[:3], q_out, k, *k.stride()[:3], k_out, *tables, tokens, q_rows, k_rows,
+            Q_HEADS=heads, K_HEADS=kv_heads, D=width, HALF=half, BLOCK=triton.next_power_of_2(half),
+            REST=rest_of(width, half), POSITIONS=positions is not None, INVERSE=inverse, **config.keywords(),
         )  # fmt: skip
     return q_out, k_out
 
 
-def _rest(width: int, half: int) -> int:
+class Tables(NamedTuple):
+    """Arguments by which a kernel finds the angles of a token: tables, positions, and their strides."""
+
+    cos: Tensor
+    sin: Tensor
+    batch_stride: int
+    row_stride: int
+    positions: Tensor
+    positions_batch_stride: int
+    positions_stride: int
+    length: int
+
+    @classmethod
+    def of(cls, cos: Tensor, sin: Tensor, positions: Tensor | None, stand_in: Tensor) -> Tables:
+        """Of tables [L, R/2] or [B, T, R/2] and positions [B, T], [T] or None (then ``stand_in`` is not read)."""
+        if cos.stride(-1) != 1 or sin.stride() != cos.stride():
+            cos, sin = cos.contiguous(), sin.contiguous()
+        batch_stride = cos.stride(0) if cos.dim() == 3 else 0
+        where, steps = stand_in, (0, 0)
+        if positions is not None:
+            where, steps = (
+                positions,
+                (positions.stride(0) if positions.dim() == 2 else 0, positions.stride(-1)),
+            )
+        return cls(cos, sin, batch_stride, cos.stride(-2), where, *steps, cos.shape[-2])
+
+
+def dense_heads(x: Tensor) -> Tensor:
+    """Heads whose elements are neighbours."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def rest_of(width: int, half: int) -> int:
     """A power of two over the dimensions that pass through; 0 for none."""
     return int(triton.next_power_of_2(width - 2 * half)) if width > 2 * half else 0
 
 
-def _outputs(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+def outputs_like(q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
     return torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty(
         k.shape, dtype=k.dtype, device=k.device
     )
@@ -180,7 +222,7 @@ def rope_op(
 def _(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, inverse: bool
 ) -> tuple[Tensor, Tensor]:
-    return _outputs(q, k)
+    return outputs_like(q, k)
 
 
 def _remember(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lf_graph.kernels._checks import require_floats, wide
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
+from lf_graph.kernels._rope_inputs import heads_next_to_width, require_heads, rotated, rows_of_tokens
 
 _NAME = "rope"
 
@@ -47,19 +47,13 @@ def rope(
         ValueError: shapes, dtypes or devices that do not fit, or a table shorter than T without positions.
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
-    if heads_dim not in (-2, -3):
-        raise ValueError(
-            f"{_NAME}: heads_dim={heads_dim}: -2 for [..., T, heads, D] or -3 for [..., heads, T, D]"
-        )
-    if heads_dim == -3:
-        q, k = q.transpose(-2, -3), k.transpose(-2, -3)
-    _check(q, k, cos, sin, positions)
+    q, k = heads_next_to_width(_NAME, q, k, heads_dim)
+    require_heads(_NAME, q, k, cos, sin, positions)
     if q.dim() == 3:
-        rotated = _rope(q[None], k[None], cos, sin, positions, implementation)
-        q, k = rotated[0][0], rotated[1][0]
+        q, k = (t[0] for t in _rope(q[None], k[None], cos, sin, positions, implementation))
     else:
         q, k = _rope(q, k, cos, sin, positions, implementation)
-    return (q.transpose(-2, -3), k.transpose(-2, -3)) if heads_dim == -3 else (q, k)
+    return heads_next_to_width(_NAME, q, k, heads_dim)
 
 
 def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
@@ -90,73 +84,9 @@ def _rope(
     q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, implementation: Implementation
 ) -> tuple[Tensor, Tensor]:
     if not runs_on_triton(_NAME, implementation, q):
-        angles = _rows_of_tokens(cos, positions, q), _rows_of_tokens(sin, positions, q)
-        return _rotated(q, *angles), _rotated(k, *angles)
+        angles = rows_of_tokens(cos, positions, q), rows_of_tokens(sin, positions, q)
+        return rotated(q, *angles), rotated(k, *angles)
     from lf_graph.kernels._rope_triton import rope_op
 
-    rotated: tuple[Tensor, Tensor] = rope_op(q, k, cos, sin, positions, False)
-    return rotated
-
-
-def _rows_of_tokens(table: Tensor, positions: Tensor | None, q: Tensor) -> Tensor:
-    """[B or 1, T, 1, R/2]; NaN where a position is outside of the table."""
-    if positions is None:
-        return (table[: q.shape[1]] if table.dim() == 2 else table).unsqueeze(-2)
-    inside = (positions >= 0) & (positions < len(table))
-    rows = table[torch.where(inside, positions, 0)] if len(table) else table.new_zeros(*positions.shape, 1)
-    return torch.where(inside[..., None], rows, torch.nan).unsqueeze(-2)
-
-
-def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The same by torch's operators."""
-    half = cos.shape[-1]
-    a, b, rest = x.to(wide(x.dtype)).tensor_split((half, 2 * half), dim=-1)
-    cos, sin = cos.to(a.dtype), sin.to(a.dtype)
-    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1).to(x.dtype)
-
-
-def _check(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None) -> None:
-    if q.dim() not in (3, 4) or k.dim() != q.dim():
-        raise ValueError(
-            f"{_NAME}: q is {list(q.shape)} and k {list(k.shape)}: [B, T, heads, D], or [T, heads, D] of packed rows"
-        )
-    require_floats(_NAME, q=q, k=k, cos=cos, sin=sin)
-    tokens, width = q.shape[:-2], q.shape[-1]
-    if k.shape[:-2] != tokens or k.shape[-1] != width or k.dtype != q.dtype:
-        raise ValueError(
-            f"{_NAME}: q is {q.dtype} {list(q.shape)} and k {k.dtype} {list(k.shape)}: only heads may differ"
-        )
-    if sin.shape != cos.shape or sin.dtype != cos.dtype:
-        raise ValueError(
-            f"{_NAME}: cos is {cos.dtype} {list(cos.shape)} and sin {sin.dtype} {list(sin.shape)}: both must be alike"
-        )
-    if cos.requires_grad or sin.requires_grad:
-        raise ValueError(f"{_NAME}: cos and sin get no gradient here: detach them")
-    if cos.dim() == 0 or not 0 < 2 * cos.shape[-1] <= width:
-        raise ValueError(
-            f"{_NAME}: cos is {list(cos.shape)}: its width is half of the rotary dimensions, 1 to {width // 2} "
-            f"for heads of {width}; of repeated columns give the first half"
-        )
-    _check_positions(q, cos, positions)
-
-
-def _check_positions(q: Tensor, cos: Tensor, positions: Tensor | None) -> None:
-    tokens = q.shape[:-2]
-    per_token = cos.dim() == 3 and q.dim() == 4 and cos.shape[:2] == tokens
-    if cos.dim() != 2 and not (per_token and positions is None):
-        raise ValueError(
-            f"{_NAME}: cos is {list(cos.shape)}: [L, R/2], or without positions [B, T, R/2] for {list(tokens)} tokens"
-        )
-    if positions is None:
-        if cos.dim() == 2 and len(cos) < tokens[-1]:
-            raise ValueError(
-                f"{_NAME}: tables of {len(cos)} positions for {tokens[-1]} tokens: make them longer"
-            )
-        return
-    if positions.dtype not in (torch.int32, torch.int64) or positions.shape not in (tokens, tokens[-1:]):
-        raise ValueError(
-            f"{_NAME}: positions is {positions.dtype} {list(positions.shape)}: "
-            f"int32 or int64 {list(tokens)} is expected"
-        )
-    if positions.device != q.device:
-        raise ValueError(f"{_NAME}: positions is on {positions.device}, q on {q.device}")
+    turned: tuple[Tensor, Tensor] = rope_op(q, k, cos, sin, positions, False)
+    return turned
