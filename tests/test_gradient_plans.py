@@ -69,3 +69,17 @@ def test_llama_of_transformers(mode, checkpointed):
     plan = predict(loss, TOKENS, model=model, mode=mode, tensors="real")
     found = verify(plan, loss, TOKENS, model=model)
     assert found.within(0.02), f"{found}"
+
+
+def test_the_published_size_of_the_vision_language_action_model():
+    """GR00T N1.6 with 1.62 B trained parameters, planned on the meta device; 4 samples of 32 words in bfloat16."""
+    with torch.device("meta"):
+        model = build_model("gr00t_n16_vla", "3b", None, {}, "mapping").bfloat16()
+    batch = random_batch(model.config, 4, 32)
+    batch = {key: value.bfloat16() if value.is_floating_point() else value for key, value in batch.items()}
+    kept, fused = (predict(model, batch, mode=mode, device="cpu") for mode in ("all-alive", "fused"))
+    mib = 2**20
+    assert kept.parameter_peak_bytes == pytest.approx(3089.8 * mib, rel=1e-4)
+    assert fused.parameter_peak_bytes == fused.arena_bytes == pytest.approx(288 * mib, rel=1e-3)
+    assert fused.backward_peak_bytes < 0.32 * kept.backward_peak_bytes
+    assert fused.share_below(3, "slot", ["parameter"]) == 1
