@@ -100,7 +100,8 @@ def reference(case: Case, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> 
 
 def assert_close(actual: Sequence[Tensor], expected: Sequence[Tensor], slack: float = 2.0) -> None:
     """Within ``slack`` roundings of the largest number, or of 1: dq of a single key is a difference of equals."""
-    for name, a, r in zip(("out", "dq", "dk", "dv"), actual, expected, strict=True):
+    assert len(actual) == len(expected)
+    for name, a, r in zip(("out", "dq", "dk", "dv"), actual, expected, strict=False):
         assert a.shape == r.shape
         if a.numel():
             away = float((a.double() - r).abs().max() / r.abs().max().clamp_min(1))

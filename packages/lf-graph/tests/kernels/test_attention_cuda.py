@@ -11,7 +11,8 @@ from kernel_cases import same_bits
 from torch import Tensor
 
 import lf_graph
-from lf_graph.kernels import attention_lengths, varlen_attention
+from lf_graph.kernels import _attention_choice as choice
+from lf_graph.kernels import attention, attention_lengths, varlen_attention
 
 pytestmark = pytest.mark.gpu
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
@@ -108,6 +109,46 @@ def test_compiled_whole_it_computes_the_same(dynamic: bool) -> None:
     compiled = torch.compile(call, fullgraph=True, dynamic=dynamic)
     found = gradients(lambda q, k, v: compiled(q, k, v, case.cu_q), *tensors)
     assert_close(found, reference(case, *tensors), 3.0)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("way", ["triton", "varlen_attn", "flex"])
+def test_other_ways_over_packed_rows_keep_the_contract(way: Any, causal: bool) -> None:
+    case = Case((300, 0, 51, 513), (77, 40, 513, 513), 8, 2, 64, causal, torch.bfloat16, unused=100)
+    tensors = inputs(case)
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, case.cu_q, case.cu_k, causal=causal, implementation=way)
+
+    assert_close(gradients(call, *tensors), reference(case, *tensors), 3.0)
+
+
+@pytest.mark.parametrize("lengths", [None, [300, 1]])
+@pytest.mark.parametrize("way", ["triton", "flash", "cudnn", "flex"])
+def test_other_ways_over_padded_rows_keep_the_contract(way: Any, lengths: list[int] | None) -> None:
+    q, k, v, gradient = (torch.randn(2, 300, h, 64, device="cuda").bfloat16() for h in (8, 2, 2, 8))
+    given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    for x in (q, k, v, gradient) if lengths else ():
+        x[1, 1:] = float("nan")
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(q, k, v, lengths_q=given, causal=True, implementation=way)
+
+    def plain(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_lengths(q, k, v, given, causal=True)
+
+    expected = gradients(plain, *(x.double() for x in (q, k, v, gradient)))
+    assert_close(gradients(call, q, k, v, gradient), expected, 3.0)
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded", "whole"])
+def test_the_problem_of_the_choice_is_solved_by_every_way(kind: str) -> None:
+    calls, expected, _ = choice._problem(
+        (kind, True, "bfloat16", 64, 8, 4, True, 256, 256, 2048), torch.device("cuda")
+    )
+    assert len(calls) > 2
+    for call in calls.values():
+        assert_close(call(), expected, 3.0)
 
 
 def test_more_than_2_to_the_31_elements_are_addressed() -> None:

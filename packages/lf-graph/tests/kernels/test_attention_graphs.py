@@ -77,9 +77,12 @@ _TRACE = """
 import json, traced, torch
 traced._pretend_a_gpu()
 from lf_graph import kernels
+from lf_graph.kernels import _attention_choice
+_attention_choice.is_measured = lambda q: True
 cu = torch.tensor([0, 20, 37], dtype=torch.int32)
 calls = {
     "packed": (lambda *x: kernels.varlen_attention(*x, cu, causal=True), [(40, 4, 72), (40, 2, 72), (40, 2, 72)]),
+    "chosen": (lambda *x: kernels.attention(*x, cu), [(40, 4, 72), (40, 2, 72), (40, 2, 72)]),
     "fused": (lambda x: kernels.attention_lengths(*x.unbind(2)), [(2, 20, 3, 4, 64)]),
 }
 print(json.dumps([traced._trace(*calls[name], dynamic) for name in calls for dynamic in (False, True)]))
@@ -95,7 +98,7 @@ def test_a_compiler_sees_three_operators_and_copies_nothing() -> None:
     for forward, backward in json.loads(done.stdout):
         assert forward.count("attention_forward.default") == 1
         assert [c for c in backward if "attention" in c] == ["attention_dq.default", "attention_dkv.default"]
-        assert not [c for c in forward + backward if "clone" in c or "copy" in c]
+        assert not [c for c in forward + backward if "clone" in c or "copy" in c or "select" in c]
 
 
 def test_the_operators_keep_their_contract() -> None:

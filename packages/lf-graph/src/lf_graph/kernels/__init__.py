@@ -2,7 +2,7 @@
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels._float8_module import Float8Linear, to_float8
-from lf_graph.kernels.attention import attention_lengths, varlen_attention
+from lf_graph.kernels.attention import attention, attention_lengths, varlen_attention
 from lf_graph.kernels.float8_linear import float8_linear
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
@@ -28,6 +28,7 @@ __all__ = [
     "add_layer_norm",
     "add_layer_norm_modulate",
     "add_rms_norm",
+    "attention",
     "attention_lengths",
     "float8_linear",
     "gated_residual",

@@ -257,3 +257,18 @@ def _differentiate(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Tensor
 
 
 forward.register_autograd(_differentiate, setup_context=_keep)
+
+
+def batched(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
+    """Attention over [batch, rows, heads, head_dim]; packed rows are a batch of one."""
+    rows = (x.flatten(0, 1) for x in (q, k, v))
+    out: Tensor = forward(
+        *rows,
+        layout.offsets_q,
+        layout.offsets_k,
+        layout.sequences,
+        layout.packed,
+        layout.causal,
+        layout.scale,
+    )[0]
+    return out.view(q.shape)

@@ -57,9 +57,14 @@ def use_triton(operator: str, implementation: Implementation, device: torch.devi
         if obstacle:
             raise KernelUnavailableError(f"{operator}: implementation='triton': {obstacle}")
         return True
-    if not torch.compiler.is_compiling():
-        _CHOICES[operator, "plain" if obstacle else "triton", obstacle or ""] += 1
+    count(operator, "plain" if obstacle else "triton", obstacle or "")
     return obstacle is None
+
+
+def count(operator: str, implementation: str, reason: str) -> None:
+    """Remembers an automatic choice."""
+    if not torch.compiler.is_compiling():
+        _CHOICES[operator, implementation, reason] += 1
 
 
 def choices() -> dict[str, dict[str, int]]:

@@ -5,16 +5,22 @@ A captured graph replays it with other lengths: nothing but capacities and the n
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Callable
+from typing import Literal
 
 import torch
 from torch import Tensor
 
+from lf_graph.kernels import _attention_choice as choice
+from lf_graph.kernels import _attention_ways as ways
 from lf_graph.kernels._attention_layout import Layout
 from lf_graph.kernels._attention_plain import plain
-from lf_graph.kernels._choice import Implementation
+from lf_graph.kernels._choice import Implementation, KernelUnavailableError, count
 from lf_graph.kernels._inputs import runs_on_triton
 
+AttentionImplementation = Literal["auto", "triton", "plain", "varlen_attn", "flash", "cudnn", "flex"]
 _WIDEST_HEAD = 256
 Operands = tuple[Tensor, Tensor, Tensor]
 
@@ -57,7 +63,7 @@ def varlen_attention(
     memory for all capacity_q x capacity_k scores.
     """
     operands, layout = _packed("varlen_attention", q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale)
-    return _ours("varlen_attention", *operands, layout, implementation)
+    return _ours("varlen_attention", operands, layout, implementation)
 
 
 def attention_lengths(
@@ -85,7 +91,60 @@ def attention_lengths(
         Like q; see :func:`varlen_attention`, also for errors.
     """
     operands, layout = _padded("attention_lengths", q, k, v, lengths_q, lengths_k, causal, scale)
-    return _ours("attention_lengths", *operands, layout, implementation)
+    return _ours("attention_lengths", operands, layout, implementation)
+
+
+def attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None,
+    *,
+    lengths_q: Tensor | None = None,
+    lengths_k: Tensor | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    implementation: AttentionImplementation = "auto",
+) -> Tensor:
+    """Attention by the fastest way for this card and these shapes; the contract of ours, whichever it is.
+
+    The tables of ``lf_graph.tune`` say which way that is, among those that repeat to the bit: a backward that adds by
+    atomics is never taken by itself. Where nothing was measured, it is ours. ``choices`` counts what was taken and why.
+
+    Args:
+        q, k, v: packed rows [rows, heads, head_dim] as :func:`varlen_attention` takes them, or padded ones
+            [batch, rows, heads, head_dim] as :func:`attention_lengths` takes them.
+        cu_seqlens_q, cu_seqlens_k: of packed rows.
+        lengths_q, lengths_k: of padded rows.
+        causal, scale: as there.
+        implementation: ``triton`` (ours), ``plain``, ``varlen_attn`` (FlashAttention-2 in torch, packed rows),
+            ``flash`` or ``cudnn`` (torch's scaled_dot_product_attention, padded rows), ``flex`` (FlexAttention,
+            compiled at first use), or ``auto``.
+
+    Returns:
+        Like q.
+
+    Raises:
+        TypeError, ValueError: as there; or lengths of the other kind of rows.
+        KernelUnavailableError: the implementation asked for cannot compute this call; the message says why.
+    """
+    if q.dim() == 3:
+        if cu_seqlens_q is None or lengths_q is not None or lengths_k is not None:
+            raise ValueError(
+                "attention: q has 3 dimensions, so its rows are packed: give cu_seqlens_q, no lengths"
+            )
+        operands, layout = _packed("attention", q, k, v, cu_seqlens_q, cu_seqlens_k, causal, scale)
+    else:
+        if cu_seqlens_q is not None or cu_seqlens_k is not None:
+            raise ValueError(
+                "attention: cu_seqlens are for packed rows, and q does not have their 3 dimensions"
+            )
+        operands, layout = _padded("attention", q, k, v, lengths_q, lengths_k, causal, scale)
+    way = _way_of(operands, layout, implementation)
+    if way in ("auto", "triton", "plain") or way not in choice.NAMES:
+        return _ours("attention", operands, layout, way)  # type: ignore[arg-type]
+    return _batched(functools.partial(ways.run, way), operands, layout)
 
 
 def _packed(
@@ -134,25 +193,44 @@ def _padded(
     return operands, Layout(lengths_q, lengths_k, len(q), False, causal, _scale(scale, q.shape[3]))
 
 
-def _ours(
-    operator: str, q: Tensor, k: Tensor, v: Tensor, layout: Layout, implementation: Implementation
-) -> Tensor:
+def _ours(operator: str, operands: Operands, layout: Layout, implementation: Implementation) -> Tensor:
     """The kernels or their plain twin."""
-    if not runs_on_triton(operator, implementation, q):
-        return plain(q[None], k[None], v[None], layout)[0] if layout.packed else plain(q, k, v, layout)
+    if not runs_on_triton(operator, implementation, operands[0]):
+        return _batched(plain, operands, layout)
     from lf_graph.kernels import _attention_triton as kernels
 
-    rows = (q, k, v) if layout.packed else (x.flatten(0, 1) for x in (q, k, v))
-    out: Tensor = kernels.forward(
-        *rows,
-        layout.offsets_q,
-        layout.offsets_k,
-        layout.sequences,
-        layout.packed,
-        layout.causal,
-        layout.scale,
-    )[0]
-    return out.view(q.shape)
+    return _batched(kernels.batched, operands, layout)
+
+
+def _batched(
+    fn: Callable[[Tensor, Tensor, Tensor, Layout], Tensor], operands: Operands, layout: Layout
+) -> Tensor:
+    """``fn`` over [batch, rows, heads, head_dim]; packed rows are a batch of one."""
+    if not layout.packed:
+        return fn(*operands, layout)
+    q, k, v = operands
+    return fn(q[None], k[None], v[None], layout).squeeze(0)  # [0] would copy in the backward
+
+
+def _way_of(operands: Operands, layout: Layout, implementation: str) -> str:
+    """The name of an implementation that can compute this call.
+
+    Raises:
+        KernelUnavailableError: the one that was asked for cannot.
+    """
+    q, k, v = (x[None] if layout.packed else x for x in operands)
+    if implementation in choice.NAMES[1:]:
+        if obstacle := ways.obstacle(implementation, q, k, layout):
+            raise KernelUnavailableError(f"attention: implementation={implementation!r}: {obstacle}")
+        return implementation
+    if implementation != "auto" or not choice.is_measured(q):
+        return implementation
+    way, reason = choice.fastest(choice.key_of(q, k, v, layout))
+    obstacle = None if way == "triton" else ways.obstacle(way, q, k, layout)
+    if obstacle:
+        way, reason = "triton", f"{way} would be faster, but {obstacle}"
+    count("attention", way, reason)
+    return str(way)
 
 
 def _autocast(q: Tensor, k: Tensor, v: Tensor) -> Operands:
