@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.utils.checkpoint import checkpoint
 
 from lf_memory import gradients
 from lf_memory.gradients import Placement, PlanError, predict, read_plan, write_plan
@@ -95,6 +96,16 @@ def test_a_change_inside_the_model_is_noticed(gpt, ids, tmp_path):
     predict(model, ids, dag_cache_path=tmp_path)
     model.run_block = lambda block, x: block(x) * 1.5
     assert predict(model, ids, dag_cache_path=tmp_path).origin.startswith("made")
+
+
+def test_a_checkpointed_model_has_the_same_graph_but_another_plan(gpt, ids, tmp_path):
+    model = gpt()
+    plain = predict(model, ids, dag_cache_path=tmp_path / "dag.json")
+    model.run_block = lambda block, x: checkpoint(block, x, use_reentrant=False)
+    checkpointed = predict(model, ids, dag_cache_path=tmp_path / "dag.json")
+    assert checkpointed.slots == plain.slots
+    assert checkpointed.origin.startswith("made: ")
+    assert checkpointed.saved_bytes < plain.saved_bytes
 
 
 def test_a_directory_holds_any_number_of_plans(gpt, ids, tmp_path):

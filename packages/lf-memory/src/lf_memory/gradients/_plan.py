@@ -79,7 +79,8 @@ class Plan:
     """The memory of one backward pass, predicted. Bytes are those asked for, before an allocator rounds them.
 
     Attributes:
-        key: hash of the autograd graph with its shapes, of the policy and of torch's version.
+        key: hash of the autograd graph with its shapes, of the sizes of what is saved, of the policy and of torch's
+            version. A custom function whose backward pass alone has changed keeps it.
         method: "dry run" (the pass ran on fake tensors), "real run", or "graph walk" (only the graph of a loss was
             read: saved tensors and temporaries are unknown, and what shares memory is inferred).
         policy: what becomes of parameter gradients.

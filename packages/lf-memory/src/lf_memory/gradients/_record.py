@@ -56,6 +56,10 @@ class Recorder(TorchDispatchMode):
         """Number of the step that is executed, from 0."""
         return max(0, self.steps - 1)
 
+    def saved_sizes(self) -> list[int]:
+        """Bytes of each buffer that lives, smallest first: what a graph does not show, such as checkpoints."""
+        return sorted(buffer.nbytes for buffer, _ in self._live.values() if buffer.nbytes)
+
     def begin_backward(self) -> None:
         """What the forward pass left behind is saved from here on."""
         self._where, self._moment, self._finished = "backward", 0, []

@@ -44,7 +44,7 @@ def read_graph(loss: torch.Tensor, names: Mapping[int, str], policy: Policy) -> 
     graph = walk([loss], names)
     completed = {graph.label(node): (at, nbytes) for node, nbytes, at, _ in completions(graph, policy)}
     found = _Recorded(infer(graph, policy), completed, len(graph.order), 0)
-    return _assemble(graph, policy, "graph walk", found)
+    return _assemble(graph, policy, "graph walk", _key(graph, policy, "graph walk", []), found)
 
 
 def run_step(
@@ -57,10 +57,12 @@ def run_step(
     graph = walk(losses, {id(parameter): name for name, parameter in world.parameters.items()})
     _refuse_strangers(graph, [*world.parameters.values(), *tree_leaves(world.args)])
 
-    def build() -> Plan:
-        return _assemble(graph, policy, method, _record_backward(losses, graph, world, policy, recorder))
+    key = _key(graph, policy, method, recorder.saved_sizes())
 
-    return build() if store is None else store.get(_key(graph, policy, method), build)
+    def build() -> Plan:
+        return _assemble(graph, policy, method, key, _record_backward(losses, graph, world, policy, recorder))
+
+    return build() if store is None else store.get(key, build)
 
 
 @dataclass(frozen=True)
@@ -100,9 +102,9 @@ def _entering(recorder: Recorder, label: str) -> Callable[[tuple[torch.Tensor, .
     return lambda _: recorder.enter(label)
 
 
-def _assemble(graph: Graph, policy: Policy, method: Method, found: _Recorded) -> Plan:
+def _assemble(graph: Graph, policy: Policy, method: Method, key: str, found: _Recorded) -> Plan:
     return Plan(
-        key=_key(graph, policy, method),
+        key=key,
         method=method,
         policy=policy,
         torch_version=torch.__version__,
@@ -115,8 +117,8 @@ def _assemble(graph: Graph, policy: Policy, method: Method, found: _Recorded) ->
     )
 
 
-def _key(graph: Graph, policy: Policy, method: Method) -> str:
-    text = repr((VERSION, graph.fingerprint(), policy, method, torch.__version__))
+def _key(graph: Graph, policy: Policy, method: Method, saved: list[int]) -> str:
+    text = repr((VERSION, graph.fingerprint(), policy, method, torch.__version__, saved))
     return hashlib.sha256(text.encode()).hexdigest()
 
 
