@@ -141,14 +141,15 @@ def test_the_order_of_tiles_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> N
     given = (leaf(80, 20), leaf(3, 20, 40), offsets_of(50, 7, 18))
     expected = with_gradients(ours("triton"), *given)
 
-    def grouped_by(height: int) -> tuple[Tensor, ...]:
-        sizes = (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 16), ("GROUP", height))
+    def grouped_by(height: int, programs: int) -> tuple[Tensor, ...]:
+        tile = (("BLOCK_M", 16), ("BLOCK_N", 16), ("BLOCK_K", 16))
+        sizes = (*tile, ("GROUP", height), ("PROGRAMS", programs))
         monkeypatch.setattr(kernels, "config_of", lambda *_: Config(sizes, 4, 1))
         return with_gradients(ours("triton"), *given)
 
-    first = grouped_by(1)
-    assert same_bits(grouped_by(2), first)
-    assert same_bits(grouped_by(8), first)
+    first = grouped_by(1, programs=0)
+    assert same_bits(grouped_by(2, programs=1), first)
+    assert same_bits(grouped_by(8, programs=1), first)
     assert_near(first, expected)
 
 

@@ -20,6 +20,7 @@ from torch.library import wrap_triton
 
 from lf_graph.kernels._inputs import as_rows
 from lf_graph.kernels._interpreter import cast, operator
+from lf_graph.kernels._partials import sum_partials
 from lf_graph.kernels._philox import ROUNDS, ROWS, scale_of, threshold_of
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register
 from lf_graph.kernels.gelu import CUBIC, SLOPE
@@ -195,7 +196,7 @@ def _launch_backward(
                 grad.stride(0), x.stride(0), threshold_of(p), scale_of(p),
                 BIAS=bias is not None, DROPOUT=seed is not None, **config.keywords(),
             )  # fmt: skip
-    return grad_x, None if bias is None else partials.sum(0).to(bias.dtype)
+    return grad_x, None if bias is None else sum_partials(partials, bias.dtype)
 
 
 @operator("lf_graph::gelu_tanh")

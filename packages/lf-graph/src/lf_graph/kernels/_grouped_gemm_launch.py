@@ -14,19 +14,27 @@ from lf_graph.kernels._inputs import as_rows
 from lf_graph.kernels._interpreter import INTERPRETED, operator
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register
 
-_HOPPER_SHARED_BYTES = 200 * 1024  # of a multiprocessor of A100 (164 KiB) no, of H100 and later (228 KiB) yes
+_SHARED_BYTES = 227 * 1024  # that one program of an H100 or H200 may have
+_ACCUMULATORS = 128  # fp32 registers of a thread; it has 255, and addresses need some
+_TILES = {  # M, N, K: as wide as operands in shared memory and accumulators in registers allow
+    2: ((64, 64, 64), (64, 128, 64), (64, 128, 128), (64, 256, 64), (128, 64, 64), (128, 128, 64), (128, 128, 128),
+        (128, 256, 64), (256, 128, 64)),
+    4: ((32, 64, 32), (64, 64, 32), (128, 64, 32), (64, 128, 32), (128, 128, 32)),
+}  # fmt: skip
 
 
-def _gemm(m: int, n: int, k: int, warps: int, stages: int) -> Config:
-    return Config((("BLOCK_M", m), ("BLOCK_N", n), ("BLOCK_K", k), ("GROUP", 8)), warps, stages)
+def _gemm(m: int, n: int, k: int, warps: int, stages: int, programs: int = 1) -> Config:
+    """``PROGRAMS`` is for the launcher: how many share a multiprocessor, each taking many tiles; 0: one a tile."""
+    constants = (("BLOCK_M", m), ("BLOCK_N", n), ("BLOCK_K", k), ("GROUP", 8), ("PROGRAMS", programs))
+    return Config(constants, warps, stages)
 
 
 def _roomy() -> bool:
-    """Whether the card has shared memory for tiles of 128 x 256."""
+    """Whether the card has shared memory for tiles of 128 x 256: H100 and later, not A100."""
     if not torch.cuda.is_available():
         return False
     properties = torch.cuda.get_device_properties()
-    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= _HOPPER_SHARED_BYTES
+    return int(getattr(properties, "shared_memory_per_block_optin", 0)) >= _SHARED_BYTES
 
 
 def _default(key: Key) -> Config:
@@ -34,9 +42,9 @@ def _default(key: Key) -> Config:
     if INTERPRETED.value:
         return _gemm(32, 32, 32, 4, 1)
     if dtype == "float32":
-        return _gemm(64, 64, 32, 4, 2)
+        return _gemm(64, 64, 32, 4, 2, 2)
     if height <= 64:
-        return _gemm(64, 128, 64, 4, 4 if _roomy() else 3)
+        return _gemm(64, 128, 64, 4, 4, 2) if _roomy() else _gemm(64, 128, 64, 4, 3)
     return _gemm(128, 256, 64, 8, 3) if _roomy() else _gemm(128, 128, 64, 8, 3)
 
 
@@ -45,34 +53,39 @@ def _default_swiglu(key: Key) -> Config:
     if INTERPRETED.value or dtype == "float32":
         return _gemm(32, 32, 32, 4, 1)
     if height <= 64:
-        return _gemm(64, 64, 64, 4, 4 if _roomy() else 3)
+        return _gemm(64, 64, 64, 4, 4, 2) if _roomy() else _gemm(64, 64, 64, 4, 3)
     return _gemm(128, 128, 64, 8, 3) if _roomy() else _gemm(128, 64, 64, 8, 3)
 
 
+def _tiles(key: Key, weights: int) -> list[Config]:
+    """Configurations that fit an H200, with so many tiles of the weight at once: low ones for few rows only."""
+    size, few = 4 if key[0] == "float32" else 2, int(key[1]) <= 64
+    found = []
+    for m, n, k in _TILES[size]:
+        operands, wide = (m + weights * n) * k * size, m * n * weights
+        for warps, stages in ((4, 3), (4, 4), (8, 3), (8, 4)):
+            fits = operands * stages <= _SHARED_BYTES and 32 <= wide // (32 * warps) <= _ACCUMULATORS
+            if fits and (m <= 64) == few:
+                found += [_gemm(m, n, k, warps, stages, p) for p in (0, _resident(wide))]
+    return found
+
+
+def _resident(wide: int) -> int:
+    """Programs that share a multiprocessor: accumulators of 128 x 256 in fp32 fill half of its registers."""
+    return max(1, 128 * 256 // wide)
+
+
 def _candidates(key: Key) -> list[Config]:
-    """Tiles whose operands fit 227 KiB of shared memory; the tuner drops what a smaller card cannot launch."""
-    size = 4 if key[0] == "float32" else 2
-    shapes = [(m, n, k) for m in (64, 128) for n in (64, 128, 256) for k in (32, 64, 128)]
-    return [
-        _gemm(m, n, k, warps, stages)
-        for m, n, k in shapes
-        for warps in (4, 8)
-        for stages in (3, 4)
-        if (m + n) * k * size * stages <= 227 * 1024 and 32 <= m * n // (32 * warps) <= 256
-    ]
+    return _tiles(key, 1)
 
 
 def _candidates_swiglu(key: Key) -> list[Config]:
-    return [c for c in _candidates(key) if c["BLOCK_N"] <= 128 and _fits_twice(c, key)]
+    return _tiles(key, 2)
 
 
-def _fits_twice(config: Config, key: Key) -> bool:
-    """With two accumulators and two tiles of the weight."""
-    size = 4 if key[0] == "float32" else 2
-    operands = (config["BLOCK_M"] + 2 * config["BLOCK_N"]) * config["BLOCK_K"] * size * config.num_stages
-    return (
-        operands <= 227 * 1024 and 2 * config["BLOCK_M"] * config["BLOCK_N"] // (32 * config.num_warps) <= 256
-    )
+def _candidates_weight(key: Key) -> list[Config]:
+    """High tiles, as both sides of the product are wide; one program a tile."""
+    return [c for c in _tiles((key[0], 1024), 1) if not c["PROGRAMS"]]
 
 
 def height_of(rows: int, experts: int) -> int:
@@ -133,15 +146,24 @@ SWIGLU = register(
     Tunable("grouped_swiglu", (grouped_product,), _default_swiglu, _candidates_swiglu, _swiglu_problem)
 )
 WEIGHT = register(
-    Tunable("grouped_weight_gradient", (grouped_weight_gradient,), _default, _candidates, _weight_problem)
+    Tunable(
+        "grouped_weight_gradient", (grouped_weight_gradient,), _default, _candidates_weight, _weight_problem
+    )
 )
 
 
-def _programs(device: torch.device) -> int:
-    """As many as run at once; three in the interpreter, so that its programs take several tiles as well."""
+def _grid(tiles: int, config: Config, device: torch.device) -> tuple[int]:
+    """Programs for at most so many tiles; three in the interpreter, so that each takes several there as well."""
+    if not config["PROGRAMS"]:
+        return (tiles,)
     if device.type != "cuda":
-        return 3
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+        return (min(tiles, 3),)
+    count = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return (min(tiles, count * config["PROGRAMS"]),)
+
+
+def _for_kernel(config: Config) -> dict[str, int]:
+    return {name: value for name, value in config.keywords().items() if name != "PROGRAMS"}
 
 
 def _precision() -> str:
@@ -160,16 +182,11 @@ def _launch_product(
     tiles = (triton.cdiv(rows, config["BLOCK_M"]) + experts) * triton.cdiv(columns, config["BLOCK_N"])
     whole = depth % config["BLOCK_K"] == 0 and columns % config["BLOCK_N"] == 0
     with torch.cuda.device_of(x):  # Triton launches on the current device
-        wrap_triton(grouped_product)[(min(tiles, _programs(x.device) * _resident(config)),)](
+        wrap_triton(grouped_product)[_grid(tiles, config, x.device)](
             x, w, out, hidden, weight, offsets, offsets if tokens is None else tokens, rows, experts, depth,
             columns, x.stride(0), *w.stride(), INDEXED=tokens is not None, SWIGLU=swiglu, WHOLE=whole,
-            PRECISION=_precision(), GROUPS=triton.next_power_of_2(experts + 1), **config.keywords(),
+            PRECISION=_precision(), GROUPS=triton.next_power_of_2(experts + 1), **_for_kernel(config),
         )  # fmt: skip
-
-
-def _resident(config: Config) -> int:
-    """Programs that share a multiprocessor: accumulators of 128 x 256 in fp32 fill half of its registers."""
-    return max(1, 128 * 256 // (config["BLOCK_M"] * config["BLOCK_N"]))
 
 
 def _run_product(x: Tensor, w: Tensor, offsets: Tensor, tokens: Tensor | None, config: Config) -> Tensor:
@@ -205,7 +222,7 @@ def _run_weight(
             x, grad, stored, offsets, offsets if x_tokens is None else x_tokens,
             offsets if grad_tokens is None else grad_tokens, rows, depth, columns, x.stride(0), grad.stride(0),
             *out.stride(), X_INDEXED=x_tokens is not None, GRAD_INDEXED=grad_tokens is not None,
-            PRECISION=_precision(), **config.keywords(),
+            PRECISION=_precision(), **_for_kernel(config),
         )  # fmt: skip
     return stored
 

@@ -37,6 +37,11 @@ def triton_computes(
     return use_triton(operator, "plain", device)
 
 
+def widened(x: Tensor) -> Tensor:
+    """x in the dtype that plain twins compute in: float32, or float64."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def as_rows(x: Tensor) -> Tensor:
     """x [..., C] as [rows, C] with neighbours in a row side by side; a view where its strides allow one."""
     flat = x.reshape(-1, x.shape[-1]) if x.numel() else x.new_empty(0, x.shape[-1])

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels._inputs import runs_on_triton
+from lf_graph.kernels._inputs import runs_on_triton, widened
 from lf_graph.kernels._philox import draw_seed, keep_mask, scale_of
 
 SLOPE = 2 * math.sqrt(2 / math.pi)  # of gelu(x) = x * sigmoid(SLOPE * (x + CUBIC * x^3)), the same as by tanh
@@ -89,12 +89,8 @@ def gelu_tanh_plain(x: Tensor, bias: Tensor | None, dropout_p: float, seed: Tens
     return out
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def _shifted(x: Tensor, bias: Tensor | None) -> Tensor:
-    wide = _wide(x)
+    wide = widened(x)
     return wide if bias is None else wide + bias.to(wide.dtype)
 
 
@@ -122,6 +118,6 @@ class _Plain(torch.autograd.Function):
         square = wide * wide
         sigmoid = torch.sigmoid(SLOPE * wide * (1 + CUBIC * square))
         slope = sigmoid + wide * sigmoid * (1 - sigmoid) * SLOPE * (1 + 3 * CUBIC * square)
-        grad = _kept(_wide(grads[0]), seed, ctx.p) * slope
+        grad = _kept(widened(grads[0]), seed, ctx.p) * slope
         to_bias = None if bias is None else grad.reshape(-1, bias.shape[0]).sum(0).to(bias.dtype)
         return grad.to(x.dtype), to_bias, None, None

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels._inputs import no_autocast, runs_on_triton
+from lf_graph.kernels._inputs import no_autocast, runs_on_triton, widened
 
 
 def grouped_gemm(
@@ -157,16 +157,12 @@ def _picked(x: Tensor, tokens: Tensor | None) -> Tensor:
     return x if tokens is None else x.index_select(0, tokens)
 
 
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
-
-
 def product_plain(x: Tensor, w: Tensor, offsets: Tensor, tokens: Tensor | None) -> Tensor:
     """Every expert on every row, then a choice: static shapes on any device, float64 too."""
-    picked = _wide(_picked(x, tokens))
+    picked = widened(_picked(x, tokens))
     out = picked.new_zeros(picked.shape[0], w.shape[2])
     for member, weight in zip(_members(offsets, picked.shape[0]), w, strict=True):
-        out = torch.where(member, picked @ _wide(weight), out)
+        out = torch.where(member, picked @ widened(weight), out)
     return out.to(x.dtype)
 
 
@@ -179,7 +175,7 @@ def weight_gradient_plain(
     transposed: bool,
 ) -> Tensor:
     """The twin of the kernel's; see :class:`Parts`."""
-    picked, upstream = _wide(_picked(x, x_tokens)), _wide(_picked(grad, grad_tokens))
+    picked, upstream = widened(_picked(x, x_tokens)), widened(_picked(grad, grad_tokens))
     zero = picked.new_zeros(())
     found = []
     for member in _members(offsets, picked.shape[0]):
@@ -191,5 +187,5 @@ def weight_gradient_plain(
 
 def sum_rows_plain(y: Tensor, rows: Tensor) -> Tensor:
     """The twin of the kernel's; see :class:`Parts`."""
-    picked = _wide(y).index_select(0, rows.flatten()).view(*rows.shape, y.shape[1])
+    picked = widened(y).index_select(0, rows.flatten()).view(*rows.shape, y.shape[1])
     return picked.sum(dim=1).to(y.dtype)

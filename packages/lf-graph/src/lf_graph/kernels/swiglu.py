@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels._inputs import runs_on_triton
+from lf_graph.kernels._inputs import runs_on_triton, widened
 
 
 def swiglu(
@@ -95,7 +95,7 @@ class _Plain(torch.autograd.Function):
 
 def swiglu_value(gate: Tensor, up: Tensor, weight: Tensor | None) -> Tensor:
     """The plain forward, without autograd."""
-    out = F.silu(_wide(gate)) * _wide(up)
+    out = F.silu(widened(gate)) * widened(up)
     out = out if weight is None else out * weight[..., None]
     # torch 2.11 compiles a forward that ends in a cast to its own dtype to one without gradients
     return out if out.dtype == gate.dtype else out.to(gate.dtype)
@@ -105,7 +105,7 @@ def swiglu_gradients(
     grad: Tensor, gate: Tensor, up: Tensor, weight: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The plain backward: gradients of gate, up and weight."""
-    wide_gate, wide_up, wide = _wide(gate), _wide(up), _wide(grad)
+    wide_gate, wide_up, wide = widened(gate), widened(up), widened(grad)
     sigmoid = torch.sigmoid(wide_gate)
     silu, to_weight = wide_gate * sigmoid, None
     if weight is not None:
@@ -113,7 +113,3 @@ def swiglu_gradients(
         wide = wide * weight[..., None]
     to_gate = wide * wide_up * (sigmoid + silu * (1 - sigmoid))
     return to_gate.to(gate.dtype), (wide * silu).to(gate.dtype), to_weight
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.to(torch.promote_types(x.dtype, torch.float32))
