@@ -2,7 +2,9 @@
 
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels._float8_module import Float8Linear, to_float8
+from lf_graph.kernels._transformers import UnsupportedAttentionError, register_attention
 from lf_graph.kernels.attention import attention, attention_lengths, varlen_attention
+from lf_graph.kernels.causal_lm import CausalLMLoss, loss_of
 from lf_graph.kernels.float8_linear import float8_linear
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
@@ -20,11 +22,15 @@ from lf_graph.kernels.norm import (
 from lf_graph.kernels.qk_norm_rope import qk_norm_rope
 from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
+from lf_graph.kernels.use import UseReport, use
 
 __all__ = [
+    "CausalLMLoss",
     "Float8Linear",
     "Implementation",
     "KernelUnavailableError",
+    "UnsupportedAttentionError",
+    "UseReport",
     "add_layer_norm",
     "add_layer_norm_modulate",
     "add_rms_norm",
@@ -38,11 +44,14 @@ __all__ = [
     "layer_norm",
     "layer_norm_modulate",
     "linear_cross_entropy",
+    "loss_of",
     "packed_positions",
     "qk_norm_rope",
+    "register_attention",
     "rms_norm",
     "rope",
     "swiglu",
     "to_float8",
+    "use",
     "varlen_attention",
 ]
