@@ -135,6 +135,7 @@ class CudaBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.capture_stream = CudaStream(torch.cuda.Stream(self.device))
+        self._preparing = self._collected = False  # whether this preparation has collected all garbage already
 
     def new_pool(self) -> Any:
         """A memory pool for graphs that never run at the same time."""
@@ -147,7 +148,7 @@ class CudaBackend:
     def capture(self, fn: Callable[[], T], pool: Any) -> tuple[CudaGraph, T]:
         """See :class:`lf_graph._backend.Backend`."""
         self.synchronize()
-        gc.collect()  # a tensor that dies during the capture would free memory of another pool
+        self._collect()
         self._make_room()
         recording = self._begin(pool)
         try:
@@ -159,6 +160,15 @@ class CudaBackend:
             return recording.end(), result
         except RuntimeError as e:
             raise self._undone(e, fn) from e
+
+    def _collect(self) -> None:
+        """Free unreachable tensors: one that dies during the capture would free memory of another pool.
+
+        All generations before the first capture of a preparation, 0.16 s beside a compiler's heap on an H200's host;
+        then the young ones.
+        """
+        gc.collect(1 if self._collected else 2)
+        self._collected = self._preparing
 
     def _make_room(self) -> None:
         """Give cached memory back if there may be too little without it: the allocator cannot during a capture.
@@ -196,10 +206,14 @@ class CudaBackend:
     @contextmanager
     def preparing(self) -> Iterator[None]:
         """Queue on the capture stream: lazily made handles, workspaces and gradient streams then belong to it."""
-        caller = self.current_stream()
+        caller, outer = self.current_stream(), (self._preparing, self._collected)
+        self._preparing, self._collected = True, outer[1]
         self.capture_stream.wait(caller)
-        with self.capture_stream.use():
-            yield
+        try:
+            with self.capture_stream.use():
+                yield
+        finally:
+            self._preparing, self._collected = outer
         caller.wait(self.capture_stream)
 
     def watch_peak(self) -> Callable[[], int]:
