@@ -3,13 +3,15 @@
     python bench_hf.py --json results/hf.json                   # on a GPU; rows beyond 100 s are left out, and say so
     python bench_hf.py --batches 4 --json results/hf4.json      # the other batch in a call of its own
     python bench_hf.py --budget-s 300 --json results/hf.json    # every row of both batches, one call
+    python bench_hf.py --match eager,lf-graph --budget-s 200 # ours, with and without kernels, beside eager
     python bench_hf.py --tiny                                   # any machine; times of the recorder say nothing
     python report.py results/hf.json --mark hf --into ../README.md   # then name this command above the table
 
 The model is transformers' Qwen3 with the layers of Qwen3-0.6B, 24 of them (0.53 B parameters), random weights, rows of
 512 random tokens, all of it trained: bf16 autocast, float32 masters, AdamW. The row ``eager`` is plain PyTorch with the
 fused AdamW; ``whole`` is torch.compile of the model; ``graph`` and ``whole+graph`` are hand-made graphs of the whole
-step; the rows of lf-graph differ in ``compile=`` only.
+step; the rows of lf-graph differ in ``compile=`` only, but for those with ``kernels``: these exchange norms, SwiGLU
+branches and the loss for the operators of ``lf_graph.kernels`` by ``use`` and ``loss_of``, and one of them attention.
 
 All rows get two options of transformers that help each of them: no key-value cache (training does not read it, and it
 copies every key and value), and a dictionary for the mask that says "none". Otherwise transformers 5.17 builds a
@@ -22,6 +24,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,8 @@ from stock import EAGER, GRAPH, WHOLE, WHOLE_GRAPH
 from stock import row_of as stock_row
 from torch import Tensor, nn
 from workloads import Workload
+
+from lf_graph.kernels import CausalLMLoss, use
 
 # https://huggingface.co/Qwen/Qwen3-0.6B/blob/main/config.json, 24 of its 28 layers
 FULL = {
@@ -67,6 +72,7 @@ OURS_QUICK = (
     Ours("lf-graph, blocks", compile="blocks", expect_s=22),
 )
 OURS_COMPILED = (Ours("lf-graph, model", compile="model", expect_s=50),)
+NO_MASK = {"full_attention": None}
 
 
 def decoder(shape: dict[str, Any]) -> nn.Module:
@@ -79,9 +85,36 @@ def decoder(shape: dict[str, Any]) -> nn.Module:
 def loss_of(model: nn.Module, batch: Sequence[Tensor]) -> Tensor:
     """Mean cross entropy of the next token, float32 []; ids int64 [B, T] are their own labels."""
     (ids,) = batch
-    mask = {"full_attention": None}
-    loss: Tensor = model(input_ids=ids, labels=ids, attention_mask=mask, use_cache=False).loss
+    loss: Tensor = model(input_ids=ids, labels=ids, attention_mask=NO_MASK, use_cache=False).loss
     return loss
+
+
+def fused_loss(model: Any, batch: Sequence[Tensor]) -> Tensor:
+    """The same without logits; what ``loss_of(model)`` makes, but made at every call, and so without its check."""
+    (ids,) = batch
+    loss = CausalLMLoss(model.get_decoder(), model.get_output_embeddings(), "mean", "auto")(ids, ids, NO_MASK)
+    assert isinstance(loss, Tensor)
+    return loss
+
+
+def with_kernels(model: nn.Module, attention: bool = False) -> nn.Module:
+    """The model with its norms and branches exchanged, which feed nothing but matrix products."""
+    use(model, attention=attention, norm_outputs="autocast")
+    return model
+
+
+# last: the rows above are what they are compared with
+KERNELS = (
+    Ours("lf-graph, kernels", compile="off", change=with_kernels, loss=fused_loss, expect_s=8),
+    Ours(
+        "lf-graph, kernels and attention",
+        compile="off",
+        change=partial(with_kernels, attention=True),
+        loss=fused_loss,
+        expect_s=8,
+    ),
+    Ours("lf-graph, kernels, blocks", compile="blocks", change=with_kernels, loss=fused_loss, expect_s=25),
+)
 
 
 def workload(tiny: bool, batches: Sequence[int]) -> Workload:
@@ -103,7 +136,7 @@ def workload(tiny: bool, batches: Sequence[int]) -> Workload:
 def rows(selected: Workload) -> list[Row]:
     """Every row, the important ones first: what compiles for long comes after what both batches need."""
     found: list[Row] = []
-    for stock, ours in ((QUICK, OURS_QUICK), (COMPILED, OURS_COMPILED)):
+    for stock, ours in ((QUICK, OURS_QUICK), (COMPILED, OURS_COMPILED), ((), KERNELS)):
         for batch in selected.batches:
             found += [stock_row(selected, batch, variant) for variant in stock]
             found += [our_row(selected, batch, option) for option in ours]

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from lf_graph._errors import GraphError
 from lf_graph.kernels._choice import Implementation
-from lf_graph.kernels.attention import attention_lengths, varlen_attention
+from lf_graph.kernels.attention import attention
 
 _NAMES: dict[Implementation, str] = {
     "auto": "lf_graph", "triton": "lf_graph_triton", "plain": "lf_graph_plain",
@@ -47,7 +47,7 @@ def register_attention(implementation: Implementation = "auto") -> str:
     ones (:func:`loss_of` passes one).
 
     Args:
-        implementation: of :func:`varlen_attention`; each has a name of its own.
+        implementation: of :func:`attention`, "auto" being the fastest that was measured; each has a name of its own.
 
     Returns:
         The name: "lf_graph" for "auto". Registering again changes nothing. It is part of a pickled model, which needs
@@ -223,9 +223,9 @@ def attention_forward(
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
     offsets = _offsets(attention_mask, options)
     if offsets is None:
-        return attention_lengths(q, k, v, causal=causal, scale=scaling, implementation=implementation), None
+        return attention(q, k, v, causal=causal, scale=scaling, implementation=implementation), None
     rows = [x.flatten(0, 1) for x in (q, k, v)]
-    out = varlen_attention(
+    out = attention(
         rows[0], rows[1], rows[2], *offsets, causal=causal, scale=scaling, implementation=implementation
     )
     return out.view(q.shape), None
