@@ -71,6 +71,28 @@ def test_llama_of_transformers(mode, checkpointed):
     assert found.within(0.02), f"{found}"
 
 
+def test_a_model_that_notices_fake_tensors_is_found_out():
+    config = transformers.LlamaConfig(
+        vocab_size=1000,
+        hidden_size=128,
+        intermediate_size=352,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    )
+    model = transformers.LlamaForCausalLM(config)
+
+    def loss(ids):
+        return model(input_ids=ids, labels=ids, use_cache=False)
+
+    found = {
+        tensors: verify(predict(loss, TOKENS, model=model, tensors=tensors), loss, TOKENS, model=model)
+        for tensors in ("fake", "real")
+    }
+    assert found["real"].same_graph
+    assert found["fake"].same_graph == (found["fake"].ratio("saved_bytes") == pytest.approx(1, abs=0.01))
+
+
 def test_the_published_size_of_the_vision_language_action_model():
     """GR00T N1.6 with 1.62 B trained parameters, planned on the meta device; 4 samples of 32 words in bfloat16."""
     with torch.device("meta"):

@@ -11,21 +11,22 @@ OPTIMIZERS = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, lr=0.1, foreach=False),
     "fused adamw": lambda parameters: torch.optim.AdamW(parameters, lr=0.1, fused=True),
 }
-RELEASED = {  # mode of release -> (its options, mode of the plan)
-    "fused": ({}, "fused"),
-    "local_clip": ({"clip": 1.0}, "fused"),
-    "exact": ({"clip": 1.0}, "all-alive"),
+RELEASED = {  # (mode of release, its options, options of the plan)
+    "fused": ("fused", {"chunk_bytes": 1}, {"mode": "fused"}),
+    "fused, together": ("fused", {"chunk_bytes": 50_000}, {"mode": "bucket", "bucket_bytes": 50_000}),
+    "local_clip": ("local_clip", {"clip": 1.0, "chunk_bytes": 1}, {"mode": "fused"}),
+    "exact": ("exact", {"clip": 1.0}, {"mode": "all-alive"}),
 }
 
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-@pytest.mark.parametrize("mode", RELEASED)
-def test_a_released_step_takes_what_its_plan_says(gpt, mode, optimizer, tied):
+@pytest.mark.parametrize("name", RELEASED)
+def test_a_released_step_takes_what_its_plan_says(gpt, name, optimizer, tied):
     """Optimizers without temporaries of their own; AdamW with foreach=False needs the largest parameter again."""
-    options, planned = RELEASED[mode]
+    mode, options, planned = RELEASED[name]
     model = gpt(tied=tied)
-    plan = predict(model, IDS, mode=planned)
+    plan = predict(model, IDS, **planned)
     handle = release(model, OPTIMIZERS[optimizer](model.parameters()), mode=mode, **options)
     for _ in range(2):  # states and buffers are made
         model(IDS).backward()

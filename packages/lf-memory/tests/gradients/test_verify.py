@@ -122,6 +122,7 @@ def test_peaks_are_as_predicted(name, mode, gpt, plain_kernels):
     plan = predict(model, *args, mode=mode, bucket_bytes=300_000)
     found = verify(plan, model, *args)
     assert found.within(0.002), f"{found}"
+    assert found.same_graph
     assert found.ratio("saved_bytes") == pytest.approx(1, abs=0.002)
     assert found.ratio("forward_peak_bytes") == pytest.approx(1, abs=0.002)
 
@@ -212,6 +213,8 @@ def test_a_wrong_plan_is_not_within(gpt):
     found = verify(plan, model, IDS)
     assert not found.within()
     assert found.ratio("saved_bytes") > 2
+    assert not found.same_graph
+    assert "another graph" in str(found)
 
 
 def test_gradients_random_state_and_hooks_are_as_before(gpt):
@@ -223,6 +226,7 @@ def test_gradients_random_state_and_hooks_are_as_before(gpt):
     assert model.head.weight.grad is None
     model(IDS).backward()
     assert model.head.weight.grad is not None
+    assert "another graph" not in str(found)
     for words in ("predicted", "gradient peak", "1.0000", "workspaces"):
         assert words in str(found)
 

@@ -56,7 +56,7 @@ def _plan_of(body: dict[str, Any]) -> Plan:
     expected = {*_plain_fields(), "policy", "lifetimes", "placements", "slots"}
     if set(body) != expected:
         raise PlanError(f"fields {sorted(set(body) ^ expected)[:5]} are missing or unknown")
-    for name in ("key", "torch_version", "device"):
+    for name in ("key", "graph", "torch_version", "device"):
         _text(body[name], name)
     _one_of(body["method"], METHODS, "method")
     steps = _count(body["steps"], "steps")
@@ -145,4 +145,4 @@ def _refuse_constant(name: str) -> None:
 
 
 def _plain_fields() -> tuple[str, ...]:
-    return "key", "method", "torch_version", "device", "steps", "forward_peak_bytes"
+    return "key", "graph", "method", "torch_version", "device", "steps", "forward_peak_bytes"

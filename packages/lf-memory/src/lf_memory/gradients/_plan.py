@@ -81,6 +81,7 @@ class Plan:
     Attributes:
         key: hash of the autograd graph with its shapes, of the sizes of what is saved, of the policy and of torch's
             version. A custom function whose backward pass alone has changed keeps it.
+        graph: hash of the autograd graph alone.
         method: "dry run" (the pass ran on fake tensors), "real run", or "graph walk" (only the graph of a loss was
             read: saved tensors and temporaries are unknown, and what shares memory is inferred).
         policy: what becomes of parameter gradients.
@@ -95,6 +96,7 @@ class Plan:
     """
 
     key: str
+    graph: str
     method: Method
     policy: Policy
     torch_version: str

@@ -105,6 +105,7 @@ def _entering(recorder: Recorder, label: str) -> Callable[[tuple[torch.Tensor, .
 def _assemble(graph: Graph, policy: Policy, method: Method, key: str, found: _Recorded) -> Plan:
     return Plan(
         key=key,
+        graph=graph.fingerprint(),
         method=method,
         policy=policy,
         torch_version=torch.__version__,

@@ -12,16 +12,25 @@ from ._losses import Models, check_runs, losses_of, models_of
 from ._measure import Measured, measure
 from ._plan import MIB, Plan
 from ._real import RealWorld, clear
+from ._walk import walk
 
 MEASURES = ("gradient_peak_bytes", "backward_peak_bytes", "saved_bytes", "forward_peak_bytes")
 
 
 @dataclass(frozen=True)
 class Verification:
-    """A plan and what one step took."""
+    """A plan and what one step took.
+
+    Attributes:
+        plan: what was predicted.
+        measured: what was allocated.
+        same_graph: the step had the autograd graph of the plan. If not, shapes or policy are others, or the function
+            treats fake tensors in its own way: then plan with tensors="real".
+    """
 
     plan: Plan
     measured: Measured
+    same_graph: bool
 
     def ratio(self, measure: str = "gradient_peak_bytes") -> float:
         """Measured by predicted bytes; 1.0 if the plan is exact."""
@@ -39,6 +48,10 @@ class Verification:
             predicted, measured = getattr(self.plan, name), getattr(self.measured, name)
             label = name.removesuffix("_bytes").replace("_", " ")
             lines.append(f"{label:22s}{predicted / MIB:12.2f}{measured / MIB:12.2f}{self.ratio(name):9.4f}")
+        if not self.same_graph:
+            lines.append(
+                'the step had another graph than the plan: other inputs, or a plan for tensors="real" is needed'
+            )
         lines.append(f"workspaces and caches, apart: {self.measured.workspace_bytes / MIB:.2f} MiB")
         return "\n".join(lines)
 
@@ -62,16 +75,23 @@ def verify(plan: Plan, fn: Callable[..., Any], *args: Any, model: Models | None 
     models = models_of(fn, model)
     check_runs(fn, models)
     world = RealWorld(models, args)
+    names = {id(parameter): name for name, parameter in world.parameters.items()}
     completed: set[str] = set()
+    graphs: list[str] = []
+
+    def forward() -> list[torch.Tensor]:
+        losses = losses_of(fn(*args))
+        graphs.append(walk(losses, names).fingerprint())
+        return losses
 
     def backward(losses: list[torch.Tensor]) -> None:
         with following(world.parameters, plan.policy, lambda name, _: completed.add(name)):
             torch.autograd.backward(losses)
         clear(world.parameters.values())
 
-    measured = world.run(lambda: measure(lambda: losses_of(fn(*args)), backward, torch.device(plan.device)))
+    measured = world.run(lambda: measure(forward, backward, torch.device(plan.device)))
     _refuse_strange(plan, completed)
-    return Verification(plan, measured)
+    return Verification(plan, measured, graphs[-1] == plan.graph)
 
 
 def _refuse_strange(plan: Plan, completed: set[str]) -> None:

@@ -40,7 +40,9 @@ class Graph:
         for node in self.order:
             to = [(position[consumer], slot) for consumer, slot in self.edges[node]]
             inputs = [(tuple(map(str, m.shape)), str(m.dtype), str(m.device)) for m in node._input_metadata]
-            digest.update(repr((self.label(node), to, inputs)).encode())
+            # reshape makes the one node under a dispatch mode and the other without
+            label = self.label(node).replace("ReshapeAliasBackward", "ViewBackward")
+            digest.update(repr((label, to, inputs)).encode())
         return digest.hexdigest()
 
 
