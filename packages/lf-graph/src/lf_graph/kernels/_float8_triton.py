@@ -130,11 +130,11 @@ def _limit(dtype: torch.dtype) -> float:
 
 
 def _programs(x: Tensor, tiles: int) -> int:
-    """Two a multiprocessor; three in the interpreter, so that its programs take several tiles as well."""
+    """Four a multiprocessor; three in the interpreter, so that its programs take several tiles as well."""
     if x.device.type != "cuda":
         return min(tiles, 3)
     count = int(torch.cuda.get_device_properties(x.device).multi_processor_count)
-    return min(tiles, 2 * count, PARTIALS)
+    return min(tiles, 4 * count, PARTIALS)
 
 
 @operator("lf_graph::float8_by_tensor")
