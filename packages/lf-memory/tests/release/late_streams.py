@@ -50,7 +50,7 @@ class LateDevice:
     """Stands for torch.cuda: Stream, stream and current_stream."""
 
     def __init__(self):
-        self.host, self.sides = Stream(), []
+        self.host, self.sides, self.held = Stream(), [], []
         self._current = self.host
 
     def Stream(self, device):  # noqa: N802 (named like torch.cuda's)
@@ -69,5 +69,8 @@ class LateDevice:
     def copy(self, target, source):
         self._current.add(lambda: target.copy_(source))
 
+    def hold(self, tensor, stream):
+        self.held.append((tensor.nbytes, stream))
+
     def copies(self):
-        return StreamCopies(torch.device("cpu"), self, self.copy)
+        return StreamCopies(torch.device("cpu"), self, self.copy, self.hold)

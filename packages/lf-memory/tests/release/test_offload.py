@@ -408,6 +408,18 @@ class TestLateCopies:
         copies.settle()
         assert [int(slot[0]) for slot in slots] == list(range(7))
 
+    def test_memory_of_an_early_fetch_that_nobody_reads_is_held_for_its_copy(self, pool, monkeypatch):
+        late = LateDevice()
+        copies = late.copies()
+        monkeypatch.setattr(_offload, "copies_for", lambda device: copies)
+        x = torch.randn(64, 64, requires_grad=True)
+        with offload(pool, min_bytes=KIB, ahead=3):
+            unused, used = x.exp().cos().sum(), x.exp().sum()
+        used.backward()
+        assert late.held == []
+        del unused
+        assert late.held == [(x.nbytes, late.sides[0])]
+
     def test_a_lease_is_not_leased_again_before_its_copy_has_passed(self, monkeypatch):
         late = LateDevice()
         copies = late.copies()

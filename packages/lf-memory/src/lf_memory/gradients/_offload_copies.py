@@ -34,6 +34,9 @@ class Copies(Protocol):
     def wait(self, event: Any) -> None:
         """Order the caller's further work behind an event; None is no event."""
 
+    def abandon(self, target: Tensor) -> None:
+        """Memory of a copy back is given up before anyone waited for the copy."""
+
     def settle(self) -> None:
         """Order the caller's further work behind all copies out."""
 
@@ -54,6 +57,9 @@ class DirectCopies:
     def wait(self, event: Any) -> None:
         """See Copies."""
 
+    def abandon(self, target: Tensor) -> None:
+        """See Copies."""
+
     def settle(self) -> None:
         """See Copies."""
 
@@ -68,14 +74,18 @@ class StreamCopies:
         device: of the tensors.
         module: torch.cuda or another with Stream, stream and current_stream.
         copy: copies (target, source) on the current stream without waiting.
+        hold: keeps the memory of (tensor), once it is freed, until a (stream) has done what it has to do by then.
     """
 
     beside = True
 
-    def __init__(self, device: torch.device, module: Any, copy: Copy) -> None:
+    def __init__(
+        self, device: torch.device, module: Any, copy: Copy, hold: Callable[[Tensor, Any], None]
+    ) -> None:
         self._device = device
         self._module = module
         self._copy = copy
+        self._hold = hold
         self._side = module.Stream(device)
         self._flying: deque[tuple[Any, Tensor]] = deque()
 
@@ -97,6 +107,10 @@ class StreamCopies:
         """See Copies."""
         if event is not None:
             self._caller().wait_event(event)
+
+    def abandon(self, target: Tensor) -> None:
+        """See Copies."""
+        self._hold(target, self._side)
 
     def settle(self) -> None:
         """See Copies."""
@@ -133,7 +147,7 @@ def copies_for(device: torch.device) -> Copies:
     """The copies of a device: one side stream each, for all of the process."""
     if device.type == "cpu":
         return DirectCopies()
-    return StreamCopies(device, torch.get_device_module(device), _copy)
+    return StreamCopies(device, torch.get_device_module(device), _copy, Tensor.record_stream)
 
 
 def _copy(target: Tensor, source: Tensor) -> None:

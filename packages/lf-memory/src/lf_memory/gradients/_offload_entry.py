@@ -79,6 +79,8 @@ class Entry:
             return
         if getattr(self, "_event", None) is not None:
             lease.fence(EventFence(self._event))
+        if getattr(self, "_back", None) is not None:  # fetched, and not read by all who might have
+            self._copies.abandon(self._back)  # type: ignore[arg-type]
         self._slot = None  # type: ignore[assignment]
         lease.release()
 
