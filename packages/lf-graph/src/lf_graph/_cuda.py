@@ -135,7 +135,9 @@ class CudaBackend:
         index = torch.cuda.current_device() if device.index is None else device.index
         self.device = torch.device("cuda", index)
         self.capture_stream = CudaStream(torch.cuda.Stream(self.device))
-        self._preparing = self._collected = False  # whether this preparation has collected all garbage already
+        self._preparing = self._collected = (
+            False  # whether this preparation has collected all garbage already
+        )
 
     def new_pool(self) -> Any:
         """A memory pool for graphs that never run at the same time."""

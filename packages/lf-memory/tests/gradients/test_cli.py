@@ -11,14 +11,13 @@ from lf_memory.gradients.__main__ import main
 CASE = """
 import torch
 from torch import nn
-from torch.nn import functional as F
 
 class Loss(nn.Module):
     def __init__(self, width):
         super().__init__()
         self.net = nn.Sequential(nn.Linear(64, width), nn.GELU(), nn.Linear(width, 64))
     def forward(self, x):
-        return F.mse_loss(self.net(x), x)
+        return (self.net(x) - x).square().mean()
 
 def small():
     return Loss(256), (torch.ones(8, 64),)
@@ -63,7 +62,10 @@ def test_json_says_what_is_counted(case, capsys):
     assert plan["parameter_peak_bytes"] == plan["arena_bound_bytes"] == (2 * 64 * 256 + 256 + 64) * 4
     assert "parameter gradients below 3 steps, share of slots" in plan["shares"]
     assert "activation gradients below 5 steps, share of buffers" in plan["shares"]
-    assert document["verified"][0]["ratio"] == pytest.approx(1, abs=0.02)
+    (checked,) = document["verified"]
+    assert checked["ratio"] == pytest.approx(1, abs=0.02)
+    assert checked["same_graph"]
+    assert checked["measured"]["saved_bytes"] == plan["saved_bytes"]
 
 
 def test_a_model_larger_than_memory_is_planned(case, capsys):

@@ -107,7 +107,13 @@ def _text(plans: Iterable[Plan], checks: Iterable[Verification]) -> str:
 
 def _json(plans: Iterable[Plan], checks: Iterable[Verification]) -> str:
     verified = [
-        {"mode": one.plan.policy.mode, "measured": vars(one.measured), "ratio": one.ratio()} for one in checks
+        {
+            "mode": one.plan.policy.mode,
+            "measured": vars(one.measured),
+            "ratio": one.ratio(),
+            "same_graph": one.same_graph,
+        }
+        for one in checks
     ]
     document = {"version": VERSION, "plans": [summary(plan) for plan in plans], "verified": verified}
     return json.dumps(document, indent=1)
