@@ -64,6 +64,10 @@ CALLS: dict[str, tuple[Command, ...]] = {
         Command("bench_adamw.py", (), "adamw", 70),
         Command("bench_pieces.py", (), "pieces", 40),
     ),
+    "lengths": (
+        Command("bench_lengths.py", ("--budget-s", "250"), "lengths", 270),
+        Command("bench_lengths.py", ("--rows", "ladder", "--budget-s", "180"), "ladder", 200),
+    ),
     "tune": (step("vla", "tune_ours", 570, "ours,tuned", "--match", "vla|16|lf-graph"),),
     "peers": (step("vla", "tune_stock", 570, "stock,peers.tune_stock", "--match", "vla|16|whole"),),
 }

@@ -30,6 +30,10 @@ LAZY = (
     "peers",
     "bench_hf",
     "bench_pieces",
+    "bench_lengths",
+    "lengths_data",
+    "lengths_models",
+    "lengths_rows",
     "float8_rows",
 )
 
