@@ -5,6 +5,7 @@ from __future__ import annotations
 from types import SimpleNamespace
 
 import pytest
+import torch
 from kernel_cases import DEVICE, distance
 
 from lf_graph.kernels import _gelu_triton, _grouped_gemm_launch, _swiglu_triton
@@ -15,8 +16,8 @@ SHARED_BYTES = 227 * 1024  # that one program of an H100 or H200 may have
 CASES: list[tuple[Tunable, Key]] = [
     (_swiglu_triton.TUNABLE, ("float32", True, 64)),
     (_swiglu_triton.TUNABLE, ("bfloat16", False, 64)),
-    (_gelu_triton.TUNABLE, ("float32", True, True, 64)),
-    (_gelu_triton.TUNABLE, ("bfloat16", False, False, 64)),
+    (_gelu_triton.TUNABLE, ("float32", True, True, 64, 1024)),
+    (_gelu_triton.TUNABLE, ("bfloat16", False, False, 64, 16384)),
     (_grouped_gemm_launch.PRODUCT, ("bfloat16", 16, 32, 48)),
     (_grouped_gemm_launch.SWIGLU, ("float32", 16, 32, 48)),
     (_grouped_gemm_launch.WEIGHT, ("bfloat16", 16, 32, 48)),
@@ -25,8 +26,12 @@ CASES: list[tuple[Tunable, Key]] = [
 
 @pytest.fixture(autouse=True)
 def _few_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (_swiglu_triton, _gelu_triton):
-        monkeypatch.setattr(module, "TUNED_ROWS", 17)
+    """The interpreter takes half a minute for the rows of a model."""
+    monkeypatch.setattr(_swiglu_triton, "TUNED_ROWS", 17)
+    drawn = torch.randn
+    monkeypatch.setattr(
+        torch, "randn", lambda *sizes, **options: drawn(*(40 if n >= 1024 else n for n in sizes), **options)
+    )
 
 
 @pytest.mark.parametrize(("tunable", "key"), CASES, ids=lambda c: c.name if isinstance(c, Tunable) else "")
@@ -70,3 +75,10 @@ def test_tiles_of_products_fit_shared_memory(
 )
 def test_the_height_of_an_expert_is_a_bucket(rows: int, experts: int, height: int) -> None:
     assert _grouped_gemm_launch.height_of(rows, experts) == height
+
+
+def test_many_rows_take_more_groups_a_program() -> None:
+    heights = [_gelu_triton._key(torch.empty(rows, 64), True, False)[4] for rows in (0, 1024, 1025, 10**6)]
+    assert heights == [1024, 1024, 4096, 16384]
+    groups = [_gelu_triton._default(("bfloat16", True, False, 64, h))["GROUPS"] for h in (1024, 4096, 16384)]
+    assert groups == sorted(set(groups))

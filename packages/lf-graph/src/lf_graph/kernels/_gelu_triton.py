@@ -117,35 +117,39 @@ def gelu_backward(
         tl.store(partials + tl.program_id(0).to(tl.int64) * columns + column, total, mask=inside)
 
 
-TUNED_ROWS = 2048
+_HEIGHTS = (1024, 4096, 16384)
+"""Buckets of rows: many rows take more groups a program, or sums of programs would be much of the memory moved."""
 
 
 def _candidates(key: Key) -> list[Config]:
+    groups = {1024: (1, 2), 4096: (1, 2, 4), 16384: (4, 8, 16)}[int(key[4])]
     return [
         Config((("BLOCK", b), ("GROUPS", g)), w)
-        for b in (256, 512, 1024, 2048)
-        for g in (1, 2, 4)
-        for w in (2, 4, 8)
-        if 64 * w <= b <= 512 * w
+        for b in (256, 512, 1024)
+        for g in groups
+        for w in (1, 2, 4)
+        if 128 * w <= b <= 256 * w
     ]
 
 
 def _default(key: Key) -> Config:
-    return Config((("BLOCK", 512), ("GROUPS", 1)), 2)  # 16 bytes of bf16 a thread and row
+    groups = {1024: 1, 4096: 2, 16384: 8}[int(key[4])]
+    return Config((("BLOCK", 512), ("GROUPS", groups)), 2)  # 16 bytes of bf16 a thread and row
 
 
 def _key(x: Tensor, bias: bool, dropout: bool) -> Key:
-    """Dtype, whether with bias and dropout, and the columns up to the next power of two."""
-    bucket = triton.next_power_of_2(max(int(x.shape[1]), 1))
-    return str(x.dtype).removeprefix("torch."), bias, dropout, bucket
+    """Dtype, whether with bias and dropout, the columns up to the next power of two, and a bucket of rows."""
+    columns = triton.next_power_of_2(max(int(x.shape[1]), 1))
+    height = next((h for h in _HEIGHTS if x.shape[0] <= h), _HEIGHTS[-1])
+    return str(x.dtype).removeprefix("torch."), bias, dropout, columns, height
 
 
 def _problem(key: Key, device: torch.device) -> Problem:
     """Forward and backward."""
     from lf_graph.kernels.gelu import gelu_tanh_plain
 
-    dtype, columns, p = getattr(torch, str(key[0])), int(key[3]), 0.2 if key[2] else 0.0
-    x, grad = (torch.randn(TUNED_ROWS, columns, device=device).to(dtype) for _ in range(2))
+    dtype, p, columns, rows = getattr(torch, str(key[0])), 0.2 if key[2] else 0.0, int(key[3]), int(key[4])
+    x, grad = (torch.randn(rows, columns, device=device).to(dtype) for _ in range(2))
     bias = torch.randn(columns, device=device) if key[1] else None
     seed = torch.tensor([1, 2], device=device) if key[2] else None
 

@@ -139,6 +139,10 @@ def _multiplies_8_bits(index: int | None) -> bool:
     return bool(torch.cuda.get_device_capability(index) >= (8, 9))
 
 
+# All that torch.compiler.assume_constant_result does, but for importing the compiler; see _moe_experts.py.
+_multiplies_8_bits._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Float8Linear(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, scaling: Scaling, of: Float8Parts) -> Tensor:
