@@ -140,8 +140,22 @@ def test_parts_of_one_projection_are_read_where_they_are() -> None:
     q, k, v, gradient = inputs(case)
     fused = torch.stack([q, k, v], 1)
     parts = fused.unbind(1)
-    assert all(triton_attention.dense_heads(x) is x for x in parts)
+    assert all(triton_attention.dense_heads(x) is x for x in (x[None] for x in parts))
     assert same_bits(ours(case, "triton", *parts, gradient), ours(case, "triton", q, k, v, gradient))
+
+
+@pytest.mark.parametrize("lengths", [None, [13, 20]])
+def test_heads_may_come_before_rows(lengths: list[int] | None) -> None:
+    """As scaled_dot_product_attention has them: [batch, heads, rows, head_dim]; nothing is copied."""
+    given = None if lengths is None else torch.tensor(lengths, dtype=torch.int32, device=DEVICE)
+    q, k, v, gradient = (torch.randn(2, h, 20, 16, device=DEVICE).transpose(1, 2) for h in (4, 2, 2, 4))
+    assert all(triton_attention.dense_heads(x) is x for x in (q, k, v, gradient))
+
+    def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention_lengths(q, k, v, given, causal=True, implementation="triton")
+
+    neat = [x.contiguous() for x in (q, k, v, gradient)]
+    assert same_bits(gradients(call, q, k, v, gradient), gradients(call, *neat))
 
 
 def test_any_strides_will_do() -> None:

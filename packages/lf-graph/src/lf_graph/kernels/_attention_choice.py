@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from lf_graph.kernels import _attention_ways as ways
+from lf_graph.kernels._attention_exact import exact
 from lf_graph.kernels._attention_layout import Layout
-from lf_graph.kernels._attention_plain import plain
 from lf_graph.kernels._inputs import KERNEL_DTYPES
 from lf_graph.kernels._tunable import Choice, Key, alternative_of, register_choice
 
@@ -97,7 +97,7 @@ def _problem(key: Key, device: torch.device) -> Measured:
     layout = _layout(key, used, device)
     operands = _operands(key, layout, rows, rows_k, device, generator)
     pairs = list(zip(used[0].tolist(), used[1].tolist(), strict=True))
-    expected = _expected(layout, pairs, *operands)
+    expected = exact(layout, pairs, *operands)
     kept = slice(None) if key[1] else slice(1)
     calls = {
         name: functools.partial(_results, name, layout, bool(key[1]), *operands)
@@ -139,35 +139,6 @@ def by_name(name: str, operands: tuple[Tensor, ...], layout: Layout) -> Tensor:
     from lf_graph.kernels import _attention_triton as kernels
 
     return kernels.batched(q, k, v, layout)
-
-
-def _expected(
-    layout: Layout, pairs: list[tuple[int, int]], q: Tensor, k: Tensor, v: Tensor, gradient: Tensor
-) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in float64; rows of no sequence stay zero."""
-    results = tuple(torch.zeros(x.shape, dtype=torch.float64, device=x.device) for x in (q, q, k, v))
-    group = q.shape[2] // k.shape[2]
-    at_q, at_k = 0, 0
-    for b, (n, m) in enumerate(pairs):
-        row, place, place_k = (0, at_q, at_k) if layout.packed else (b, 0, 0)
-        for head in range(k.shape[2]):
-            queries = row, slice(place, place + n), slice(head * group, (head + 1) * group)
-            keys = row, slice(place_k, place_k + m), slice(head, head + 1)
-            places = (queries, queries, keys, keys)
-            found = _one(layout, q[queries], k[keys], v[keys], gradient[queries])
-            for result, where, x in zip(results, places, found, strict=True):
-                result[where] = x
-        at_q, at_k = at_q + n, at_k + m
-    return results
-
-
-def _one(layout: Layout, q: Tensor, k: Tensor, v: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
-    """The formula on one sequence [rows, heads, head_dim] of one key-value head."""
-    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
-    whole = Layout(None, None, 1, False, layout.causal, layout.scale)
-    with torch.enable_grad():
-        out = plain(q[None], k[None], v[None], whole)[0]
-        return (out.detach(), *torch.autograd.grad(out, (q, k, v), gradient.double()))
 
 
 CHOICE = register_choice(Choice("attention", NAMES, _problem))

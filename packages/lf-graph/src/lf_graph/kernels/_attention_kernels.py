@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from lf_graph.kernels._attention_tiles import add_product, find, head_product, load, span, store
+from lf_graph.kernels._attention_tiles import add_product, find, head_product, load, place, span, store
 
 
 @triton.jit
@@ -84,7 +84,7 @@ def _attend(
 @triton.jit(do_not_specialize=["sequences", "pitch_q", "pitch_k", "capacity_q", "capacity_k"])
 def forward(
     q, k, v, out, lse, offsets_q, offsets_k, sequences, pitch_q, pitch_k, capacity_q, capacity_k, heads, scale2,
-    row_q, head_q, row_k, head_k, row_v, head_v,
+    batch_q, row_q, head_q, batch_k, row_k, head_k, batch_v, row_v, head_v,
     LAYOUT_Q: tl.constexpr, LAYOUT_K: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -108,12 +108,13 @@ def forward(
     lanes = tl.arange(0, BLOCK_M)
     rows = first + lanes
     origin = (start + first).to(tl.int64)
+    q = place(q, sequence, start, first, head, batch_q, row_q, head_q, LAYOUT_Q, ALIGN)
+    group = head // GROUP
+    k = place(k, sequence, start_k, 0, group, batch_k, row_k, head_k, LAYOUT_K, ALIGN)
+    v = place(v, sequence, start_k, 0, group, batch_v, row_v, head_v, LAYOUT_K, ALIGN)
     stride_q = row_q * ALIGN
     row_k = tl.cast(row_k * ALIGN, tl.int64)  # the length of a sequence times this may pass 2^31
     row_v = tl.cast(row_v * ALIGN, tl.int64)
-    q += origin * stride_q + head * (head_q * ALIGN)
-    k += start_k * row_k + (head // GROUP) * (head_k * ALIGN)
-    v += start_k * row_v + (head // GROUP) * (head_v * ALIGN)
     q_low, q_high = load(q, lanes, stride_q, length - first, HEAD_DIM, LOW, HIGH)
     low = tl.zeros([BLOCK_M, LOW], tl.float32)
     high = tl.zeros([BLOCK_M, HIGH if HIGH > 0 else 16], tl.float32)
@@ -172,7 +173,8 @@ def _row_products(a_low, a_high, b_low, b_high, HIGH: tl.constexpr):
 @triton.jit(do_not_specialize=["sequences", "pitch_q", "pitch_k", "capacity_q", "capacity_k"])
 def backward_queries(
     q, k, v, out, gradient, lse, terms, dq, offsets_q, offsets_k, sequences, pitch_q, pitch_k, capacity_q, capacity_k,
-    heads, scale, scale2, row_q, head_q, row_k, head_k, row_v, head_v, row_g, head_g,
+    heads, scale, scale2,
+    batch_q, row_q, head_q, batch_k, row_k, head_k, batch_v, row_v, head_v, batch_g, row_g, head_g,
     LAYOUT_Q: tl.constexpr, LAYOUT_K: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
@@ -196,24 +198,25 @@ def backward_queries(
     lanes = tl.arange(0, BLOCK_M)
     rows = first + lanes
     origin = (start + first).to(tl.int64)
+    q = place(q, sequence, start, first, head, batch_q, row_q, head_q, LAYOUT_Q, ALIGN)
+    gradient = place(gradient, sequence, start, first, head, batch_g, row_g, head_g, LAYOUT_Q, ALIGN)
+    group = head // GROUP
+    k = place(k, sequence, start_k, 0, group, batch_k, row_k, head_k, LAYOUT_K, ALIGN)
+    v = place(v, sequence, start_k, 0, group, batch_v, row_v, head_v, LAYOUT_K, ALIGN)
     stride_q = row_q * ALIGN
     stride_g = row_g * ALIGN
     row_k = tl.cast(row_k * ALIGN, tl.int64)
     row_v = tl.cast(row_v * ALIGN, tl.int64)
-    q += origin * stride_q + head * (head_q * ALIGN)
-    gradient += origin * stride_g + head * (head_g * ALIGN)
-    k += start_k * row_k + (head // GROUP) * (head_k * ALIGN)
-    v += start_k * row_v + (head // GROUP) * (head_v * ALIGN)
     own = (origin * heads + head) * HEAD_DIM
     valid = length - first
     q_low, q_high = load(q, lanes, stride_q, valid, HEAD_DIM, LOW, HIGH)
     g_low, g_high = load(gradient, lanes, stride_g, valid, HEAD_DIM, LOW, HIGH)
     o_low, o_high = load(out + own, lanes, heads * HEAD_DIM, valid, HEAD_DIM, LOW, HIGH)
     deltas = _row_products(o_low, o_high, g_low, g_high, HIGH)
-    place = head.to(tl.int64) * capacity_q + origin + lanes
-    log_sum = tl.load(lse + place, mask=rows < length, other=float("inf"))
-    tl.store(terms + place * 2, -log_sum, mask=rows < stop)
-    tl.store(terms + place * 2 + 1, deltas, mask=rows < stop)
+    numbers = head.to(tl.int64) * capacity_q + origin + lanes
+    log_sum = tl.load(lse + numbers, mask=rows < length, other=float("inf"))
+    tl.store(terms + numbers * 2, -log_sum, mask=rows < stop)
+    tl.store(terms + numbers * 2 + 1, deltas, mask=rows < stop)
     low = tl.zeros([BLOCK_M, LOW], tl.float32)
     high = tl.zeros([BLOCK_M, HIGH if HIGH > 0 else 16], tl.float32)
     whole, end = _key_bounds(first, offset, keys, CAUSAL, BLOCK_M, BLOCK_N)
@@ -289,7 +292,8 @@ def _query_bounds(
 @triton.jit(do_not_specialize=["sequences", "pitch_q", "pitch_k", "capacity_q", "capacity_k"])
 def backward_keys(
     q, k, v, gradient, terms, dk, dv, offsets_q, offsets_k, sequences, pitch_q, pitch_k, capacity_q, capacity_k,
-    kv_heads, scale, scale2, row_q, head_q, row_k, head_k, row_v, head_v, row_g, head_g,
+    kv_heads, scale, scale2,
+    batch_q, row_q, head_q, batch_k, row_k, head_k, batch_v, row_v, head_v, batch_g, row_g, head_g,
     LAYOUT_Q: tl.constexpr, LAYOUT_K: tl.constexpr, CAUSAL: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     LOW: tl.constexpr, HIGH: tl.constexpr, ALIGN: tl.constexpr, LANES: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TERMS: tl.constexpr,
@@ -308,12 +312,12 @@ def backward_keys(
     lanes = tl.arange(0, BLOCK_N)
     columns = first + lanes
     origin = (start + first).to(tl.int64)
+    k = place(k, sequence, start, first, head, batch_k, row_k, head_k, LAYOUT_K, ALIGN)
+    v = place(v, sequence, start, first, head, batch_v, row_v, head_v, LAYOUT_K, ALIGN)
     stride_k = row_k * ALIGN
     stride_v = row_v * ALIGN
-    row_q = tl.cast(row_q * ALIGN, tl.int64)
-    row_g = tl.cast(row_g * ALIGN, tl.int64)
-    k += origin * stride_k + head * (head_k * ALIGN)
-    v += origin * stride_v + head * (head_v * ALIGN)
+    stride_q = tl.cast(row_q * ALIGN, tl.int64)
+    stride_g = tl.cast(row_g * ALIGN, tl.int64)
     valid = keys - first
     k_low, k_high = load(k, lanes, stride_k, valid, HEAD_DIM, LOW, HIGH)
     v_low, v_high = load(v, lanes, stride_v, valid, HEAD_DIM, LOW, HIGH)
@@ -324,18 +328,18 @@ def backward_keys(
     begin, whole = _query_bounds(first, offset, length, keys, CAUSAL, BLOCK_M, BLOCK_N)
     for member in range(GROUP):
         query_head = head * GROUP + member
-        q_head = q + start_q * row_q + query_head * (head_q * ALIGN)
-        g_head = gradient + start_q * row_g + query_head * (head_g * ALIGN)
+        q_head = place(q, sequence, start_q, 0, query_head, batch_q, row_q, head_q, LAYOUT_Q, ALIGN)
+        g_head = place(gradient, sequence, start_q, 0, query_head, batch_g, row_g, head_g, LAYOUT_Q, ALIGN)
         terms_head = terms + (query_head.to(tl.int64) * capacity_q + start_q) * 2
         if CAUSAL:
             dk_low, dk_high, dv_low, dv_high = _pull_keys(
                 dk_low, dk_high, dv_low, dv_high, k_low, k_high, v_low, v_high, q_head, g_head, terms_head,
-                row_q, row_g, columns, begin, tl.minimum(whole, length), offset, length, scale2,
+                stride_q, stride_g, columns, begin, tl.minimum(whole, length), offset, length, scale2,
                 True, HEAD_DIM, LOW, HIGH, BLOCK_M, TERMS,
             )  # fmt: skip
         dk_low, dk_high, dv_low, dv_high = _pull_keys(
             dk_low, dk_high, dv_low, dv_high, k_low, k_high, v_low, v_high, q_head, g_head, terms_head,
-            row_q, row_g, columns, whole, length, offset, length, scale2,
+            stride_q, stride_g, columns, whole, length, offset, length, scale2,
             False, HEAD_DIM, LOW, HIGH, BLOCK_M, TERMS,
         )  # fmt: skip
     own = (origin * kv_heads + head) * HEAD_DIM

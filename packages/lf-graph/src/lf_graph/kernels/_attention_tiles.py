@@ -70,6 +70,22 @@ def find(
 
 
 @triton.jit
+def place(
+    base, sequence, start, first, head, batch, row, step, LAYOUT: tl.constexpr, ALIGN: tl.constexpr,
+):  # fmt: skip
+    """Pointer to row ``first`` of a sequence in a head; strides of batch, row and head count ALIGN elements.
+
+    64-bit: a tensor may have more than 2^31 elements.
+    """
+    base += (head.to(tl.int64) * step) * ALIGN
+    base += (tl.cast(first, tl.int64) * row) * ALIGN
+    if LAYOUT == PACKED:
+        return base + (start.to(tl.int64) * row) * ALIGN
+    else:  # noqa: RET505
+        return base + (sequence.to(tl.int64) * batch) * ALIGN
+
+
+@triton.jit
 def _columns(base, rows, stride, limit, FIRST: tl.constexpr, WIDTH: tl.constexpr, HEAD_DIM: tl.constexpr):
     """[rows, WIDTH] from column FIRST on; zero past the head, and from row ``limit`` on unless that is None."""
     columns = FIRST + tl.arange(0, WIDTH)

@@ -31,22 +31,21 @@ _LANES = 1024  # offsets read at once at most
 
 
 def _arguments(layout: Layout, q: Tensor, k: Tensor) -> dict[str, Any]:
-    """Keyword arguments shared by the kernels, for q [capacity_q, heads, head_dim] and k."""
-    pitch_q, pitch_k = (0, 0) if layout.packed else (x.shape[0] // layout.sequences for x in (q, k))
+    """Keyword arguments shared by the kernels."""
     return {
         "offsets_q": q if layout.offsets_q is None else layout.offsets_q,
         "offsets_k": q if layout.offsets_k is None else layout.offsets_k,
         "sequences": layout.sequences,
-        "pitch_q": pitch_q,
-        "pitch_k": pitch_k,
-        "capacity_q": q.shape[0],
-        "capacity_k": k.shape[0],
+        "pitch_q": q.shape[1],
+        "pitch_k": k.shape[1],
+        "capacity_q": q.shape[0] * q.shape[1],
+        "capacity_k": k.shape[0] * k.shape[1],
         "scale2": layout.scale * math.log2(math.e),
         "LAYOUT_Q": _kind(layout, layout.offsets_q),
         "LAYOUT_K": _kind(layout, layout.offsets_k),
         "CAUSAL": layout.causal,
-        "GROUP": int(q.shape[1]) // int(k.shape[1]),
-        "HEAD_DIM": int(q.shape[2]),
+        "GROUP": q.shape[2] // k.shape[2],
+        "HEAD_DIM": q.shape[3],
         "LANES": min(_LANES, max(16, power_of_two(layout.sequences))) if layout.packed else 16,
     }
 
@@ -56,28 +55,32 @@ def _kind(layout: Layout, offsets: Tensor | None) -> int:
     return int(kind.value)
 
 
-def _tiles(layout: Layout, capacity: int, block: int) -> int:
-    """Programs that cover all rows of a head, whatever the lengths."""
+def _tiles(layout: Layout, rows: int, block: int) -> int:
+    """Programs that cover all rows of a head, whatever the lengths; ``rows`` of one of the batch."""
     if layout.packed:
-        return capacity // block + layout.sequences
-    return layout.sequences * -(-capacity // layout.sequences // block)
+        return rows // block + layout.sequences
+    return layout.sequences * -(-rows // block)
 
 
 def _config(layout: Layout, tunable: Tunable, q: Tensor) -> Config:
     """The configuration of this problem."""
-    return config_of(tunable, key_of(q, layout.sequences, layout.causal))
+    return config_of(tunable, key_of(q, layout))
 
 
 def _strides(**tensors: Tensor) -> dict[str, int]:
-    """Row and head strides in units of ALIGN elements."""
-    found = {f"{part}_{n}": x.stride(i) for n, x in tensors.items() for i, part in enumerate(("row", "head"))}
+    """Strides of batch, rows and heads in units of ALIGN elements; those of a dimension of one are never used."""
+    found = {
+        f"{part}_{n}": x.stride(i) if x.shape[i] > 1 else 0
+        for n, x in tensors.items()
+        for i, part in enumerate(("batch", "row", "head"))
+    }
     align = _WIDE if all(stride % _WIDE == 0 for stride in found.values()) else 1
     return {**{name: stride // align for name, stride in found.items()}, "ALIGN": align}
 
 
 def dense_heads(x: Tensor) -> Tensor:
-    """x itself if its head elements are neighbours (a part of a fused projection is), else a copy."""
-    return x if x.stride(2) == 1 and x.stride(0) > 0 and x.stride(1) > 0 else x.contiguous()
+    """x itself if its head elements are neighbours (in a part of a fused projection they are), else a copy."""
+    return x if x.stride(3) == 1 or x.shape[3] == 1 else x.contiguous()
 
 
 def _constants(config: Config, head_dim: int) -> dict[str, int]:
@@ -95,14 +98,14 @@ def launch_forward(
     q: Tensor, k: Tensor, v: Tensor, layout: Layout, config: Config | None = None
 ) -> tuple[Tensor, Tensor]:
     """out like q, and the base-2 log-sum-exp fp32 [heads, capacity_q]."""
-    capacity, heads, head_dim = q.shape
-    lse = q.new_empty((heads, capacity), dtype=torch.float32)
-    if capacity == 0 or layout.sequences == 0:
+    batch, rows, heads, head_dim = q.shape
+    lse = q.new_empty((heads, batch * rows), dtype=torch.float32)
+    if rows == 0 or layout.sequences == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), lse.fill_(math.inf)
     q, k, v = map(dense_heads, (q, k, v))
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
     config = config or _config(layout, FORWARD, q)
-    grid = (_tiles(layout, capacity, config["BLOCK_M"]) * heads,)
+    grid = (_tiles(layout, rows, config["BLOCK_M"]) * heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernels.forward[grid](
             q=q, k=k, v=v, out=out, lse=lse, heads=heads,
@@ -122,14 +125,14 @@ def launch_dq(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dq like q, and for ``launch_dkv`` -lse and sum(out * gradient), fp32 [heads, capacity_q, 2]."""
-    capacity, heads, head_dim = q.shape
+    _, rows, heads, head_dim = q.shape
     terms = lse.new_empty((*lse.shape, 2))
-    if capacity == 0 or layout.sequences == 0:
+    if rows == 0 or layout.sequences == 0:
         return torch.zeros_like(q, memory_format=torch.contiguous_format), terms.zero_()
     q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
     dq = torch.empty_like(q, memory_format=torch.contiguous_format)
     config = config or _config(layout, DQ, q)
-    grid = (_tiles(layout, capacity, config["BLOCK_M"]) * heads,)
+    grid = (_tiles(layout, rows, config["BLOCK_M"]) * heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernels.backward_queries[grid](
             q=q, k=k, v=v, out=out, gradient=gradient, lse=lse, terms=terms, dq=dq, heads=heads, scale=layout.scale,
@@ -148,13 +151,13 @@ def launch_dkv(
     config: Config | None = None,
 ) -> tuple[Tensor, Tensor]:
     """dk and dv, like k and v."""
-    capacity, kv_heads, head_dim = k.shape
-    if capacity == 0 or layout.sequences == 0:
+    _, rows, kv_heads, head_dim = k.shape
+    if rows == 0 or layout.sequences == 0:
         return tuple(torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v))  # type: ignore[return-value]
     q, k, v, gradient = map(dense_heads, (q, k, v, gradient))
     dk, dv = (torch.empty_like(x, memory_format=torch.contiguous_format) for x in (k, v))
     config = config or _config(layout, DKV, q)
-    grid = (_tiles(layout, capacity, config["BLOCK_N"]) * kv_heads,)
+    grid = (_tiles(layout, rows, config["BLOCK_N"]) * kv_heads,)
     with torch.cuda.device_of(q):  # Triton launches on the current device
         kernels.backward_keys[grid](
             q=q, k=k, v=v, gradient=gradient, terms=terms, dk=dk, dv=dv, kv_heads=kv_heads, scale=layout.scale,
@@ -225,7 +228,7 @@ def _like(x: Tensor) -> Tensor:
 
 @forward.register_fake
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _like(q), q.new_empty((q.shape[1], q.shape[0]), dtype=torch.float32)
+    return _like(q), q.new_empty((q.shape[2], q.shape[0] * q.shape[1]), dtype=torch.float32)
 
 
 @backward_queries.register_fake
@@ -261,9 +264,10 @@ forward.register_autograd(_differentiate, setup_context=_keep)
 
 def batched(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
     """Attention over [batch, rows, heads, head_dim]; packed rows are a batch of one."""
-    rows = (x.flatten(0, 1) for x in (q, k, v))
     out: Tensor = forward(
-        *rows,
+        q,
+        k,
+        v,
         layout.offsets_q,
         layout.offsets_k,
         layout.sequences,
@@ -271,4 +275,4 @@ def batched(q: Tensor, k: Tensor, v: Tensor, layout: Layout) -> Tensor:
         layout.causal,
         layout.scale,
     )[0]
-    return out.view(q.shape)
+    return out

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from lf_graph.kernels import _attention_kernels as kernels
+from lf_graph.kernels._attention_exact import exact
 from lf_graph.kernels._attention_layout import Layout
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, register
 
@@ -26,10 +27,10 @@ def power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()
 
 
-def key_of(q: Tensor, sequences: int, causal: bool) -> Key:
-    """(dtype, head_dim, causal, rows a sequence can have on average, to a power of two)."""
-    rows = power_of_two(max(1, int(q.shape[0]) // max(1, sequences)))
-    return str(q.dtype).removeprefix("torch."), int(q.shape[2]), causal, min(max(rows, _SHORTEST), _LONGEST)
+def key_of(q: Tensor, layout: Layout) -> Key:
+    """(dtype, head_dim, causal, rows a sequence can have on average, to a power of two); q [batch, rows, heads, D]."""
+    rows = power_of_two(max(1, q.shape[0] * q.shape[1] // max(1, layout.sequences)))
+    return str(q.dtype).removeprefix("torch."), q.shape[3], layout.causal, min(max(rows, _SHORTEST), _LONGEST)
 
 
 def head_parts(head_dim: int, split: bool) -> tuple[int, int]:
@@ -141,22 +142,6 @@ class _Example:
     expected: tuple[Tensor, ...]  # out, dq, dk, dv
 
 
-def _expected(
-    q: Tensor, k: Tensor, v: Tensor, gradient: Tensor, cu: Tensor, causal: bool
-) -> tuple[Tensor, ...]:
-    """out, dq, dk, dv in float64, head by head to bound memory."""
-    from lf_graph.kernels.attention import varlen_attention
-
-    heads = []
-    for head in range(q.shape[1]):
-        q1, k1, v1 = (x[:, head : head + 1].double().requires_grad_() for x in (q, k, v))
-        with torch.enable_grad():
-            out = varlen_attention(q1, k1, v1, cu, causal=causal, implementation="plain")
-            found = torch.autograd.grad(out, (q1, k1, v1), gradient[:, head : head + 1].double())
-        heads.append((out.detach(), *found))
-    return tuple(torch.cat(x, 1) for x in zip(*heads, strict=True))
-
-
 def _example(key: Key, device: torch.device) -> _Example:
     from lf_graph.kernels._attention_triton import launch_dq, launch_forward
 
@@ -166,12 +151,13 @@ def _example(key: Key, device: torch.device) -> _Example:
     generator = torch.Generator().manual_seed(0)
     lengths = torch.randint(rows // 2, rows + 1, (sequences,), generator=generator)
     cu = torch.nn.functional.pad(lengths.cumsum(0), (1, 0)).to(device, torch.int32)
-    numbers = torch.randn((4, sequences * rows, heads, head_dim), generator=generator)
+    numbers = torch.randn((4, 1, sequences * rows, heads, head_dim), generator=generator)
     q, k, v, gradient = numbers.to(device, getattr(torch, dtype)).unbind()
     layout = Layout(cu, cu, sequences, True, causal, head_dim**-0.5)
     out, lse = launch_forward(q, k, v, layout, _SAFE)
     _, terms = launch_dq(gradient, q, k, v, out, lse, layout, _SAFE)
-    return _Example(q, k, v, gradient, out, lse, terms, layout, _expected(q, k, v, gradient, cu, causal))
+    expected = exact(layout, [(n, n) for n in lengths.tolist()], q, k, v, gradient)
+    return _Example(q, k, v, gradient, out, lse, terms, layout, expected)
 
 
 def _problem_forward(key: Key, device: torch.device) -> Problem:

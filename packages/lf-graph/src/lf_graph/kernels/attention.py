@@ -80,7 +80,7 @@ def attention_lengths(
     """Softmax(q @ k^T * scale) @ v of sequences padded to the same number of rows.
 
     Args:
-        q: [batch, rows_q, heads, head_dim]. A view in which batch and rows cannot be merged is copied.
+        q: [batch, rows_q, heads, head_dim], with any strides of batch, rows and heads.
         k, v: [batch, rows_k, kv_heads, head_dim].
         lengths_q: int32 [batch] on the device of q: how many first rows of each sequence are used; default: all. Values
             are clamped to 0 and rows_q, and never read by the host.
