@@ -5,8 +5,8 @@ import threading
 
 import pytest
 import torch
-from late_streams import LateDevice
 from release_cases import batches, net
+from release_late_streams import LateDevice
 from release_peaks import peak_bytes
 from torch import nn
 from torch.nn import functional as F

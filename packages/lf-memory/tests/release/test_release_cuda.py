@@ -4,9 +4,9 @@ import contextlib
 
 import pytest
 import torch
-from rank_cases import fsdp, fsdp_local_clip
-from rank_pool import Ranks
 from release_cases import assert_close, assert_same, batches, closure, groups, net, train, train_released
+from release_rank_cases import fsdp, fsdp_local_clip
+from release_rank_pool import Ranks
 from torch import nn
 from torch.optim import SGD, AdamW
 

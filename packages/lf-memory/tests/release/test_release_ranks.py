@@ -2,8 +2,16 @@
 
 import pytest
 import torch
-from rank_cases import ddp_exact, ddp_inside_refused, ddp_refused, fsdp, fsdp_local_clip, momentum
-from rank_pool import Ranks
+from release_rank_cases import (
+    compiled,
+    ddp_exact,
+    ddp_inside_refused,
+    ddp_refused,
+    fsdp,
+    fsdp_local_clip,
+    momentum,
+)
+from release_rank_pool import Ranks
 
 
 @pytest.fixture(scope="module")
@@ -88,3 +96,7 @@ def test_local_clip_uses_the_norm_of_the_whole_parameter(pair):
 def test_replicas_of_shards_count_once_in_the_norm(four, mode, options, clip):
     answers = four.call(fsdp, mode=mode, options=options, clip=clip, mesh_shape=(2, 2))
     assert all(off <= 1e-6 and live == 0 for off, _, live, _ in answers)
+
+
+def test_a_released_model_compiles_as_one_graph_on_a_rank(pair):
+    assert max(pair.call(compiled)) <= 1e-6

@@ -312,7 +312,8 @@ def _on_step(this: weakref.ref[ReleaseHandle], *_: Any) -> None:
 
 
 def _on_forward(mode: str, model: nn.Module, _: Any) -> None:
-    refuse_inside_ddp(model, mode)
+    if not torch.compiler.is_compiling():  # a compiled forward has no room for a look at other modules
+        refuse_inside_ddp(model, mode)
 
 
 def _require_plain(slot: Slot) -> None:

@@ -123,3 +123,15 @@ def fsdp_local_clip(rank, device="cpu"):
         plain.step()
     train_released(ours, momentum(ours.parameters()), data, "local_clip", clip=0.05)
     return difference(ours, theirs)
+
+
+def compiled(rank):
+    """A released model whose whole forward is one graph, on a rank."""
+    theirs, ours = net(), net()
+    train(theirs, adamw(theirs.parameters()), batches(3))
+    with release(ours, adamw(ours.parameters()), "fused") as handle:
+        forward = torch.compile(ours, backend="aot_eager", fullgraph=True)
+        for ids in batches(3):
+            forward(ids).backward()
+            handle.step()
+    return difference(ours, theirs)
