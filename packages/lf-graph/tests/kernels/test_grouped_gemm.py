@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -194,6 +196,25 @@ def test_autocast_runs_in_its_dtype_and_returns_gradients_of_the_parameters() ->
     to_x, to_w = torch.autograd.grad(out.float().sum(), (x, weights))
     assert (to_x.dtype, to_w.dtype) == (torch.float32, torch.float32)
     assert_near([out.detach()], [loop_product(*exact(x, weights, offsets)).detach()], slack=2)
+
+
+_PRECISIONS = """
+import torch
+from lf_graph.kernels._grouped_gemm_launch import _precision
+assert _precision() == "ieee"
+torch.set_float32_matmul_precision("high")
+assert _precision() == "tf32"
+torch.backends.cuda.matmul.allow_tf32 = False
+assert _precision() == "ieee"
+torch.backends.cuda.matmul.fp32_precision = "tf32"
+assert _precision() == "tf32"
+"""
+
+
+def test_float32_is_multiplied_as_torch_is_told_to_by_any_of_its_settings() -> None:
+    """In its own process: once both kinds of settings are mixed, torch refuses to read the older one."""
+    done = subprocess.run([sys.executable, "-c", _PRECISIONS], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
 
 
 def test_compiled_whole_it_computes_the_same() -> None:

@@ -167,7 +167,11 @@ def _for_kernel(config: Config) -> dict[str, int]:
 
 
 def _precision() -> str:
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Of float32 operands, as torch's own products: ``allow_tf32`` raises after the newer setting was used."""
+    matmul = torch.backends.cuda.matmul
+    if hasattr(matmul, "fp32_precision"):  # also tells what set_float32_matmul_precision and allow_tf32 set
+        return "tf32" if matmul.fp32_precision == "tf32" else "ieee"
+    return "tf32" if matmul.allow_tf32 else "ieee"
 
 
 def _launch_product(
