@@ -174,6 +174,25 @@ def test_flex_attention_sees_what_ours_sees(
     torch.testing.assert_close(flex[:useful], ours[:useful], rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.slow
+def test_the_row_of_flex_attention_compiles_once_for_all_documents(
+    rows: Any, setting: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compile = torch.compile
+    monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, fullgraph=True, backend="eager"))
+    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
+    flex = rows.loss_of(setting, setting.model(), rows.Eager("flex", compile=True))
+    ours = rows.loss_of(setting, setting.model(), rows.Eager("lf-graph"))
+    feed = setting.feed("torch", "packed")
+    with torch.no_grad():
+        losses = [[float(loss(*batch)) for loss in (flex, ours)] for batch, _ in itertools.islice(feed, 3)]
+    feed.close()
+    torch._dynamo.reset()
+    for one, other in losses:
+        assert one == pytest.approx(other, rel=1e-5)
+    assert len({one for one, _ in losses}) == 3
+
+
 @pytest.mark.parametrize("fused", [False, True])
 def test_packed_forms_of_the_model_have_its_loss_and_gradients(
     models: Any, rows: Any, setting: Any, fused: bool

@@ -18,6 +18,7 @@ from lf_graph import TrainStep, check
 from lf_iouring import LoongDataLoader
 from lf_meta.errors import ConfigError
 from lf_meta.models import build_model
+from lf_meta.models.packed import pad_borders
 
 ON_GPU = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 DEVICES = ["cpu", pytest.param("cuda", marks=ON_GPU)]
@@ -265,7 +266,8 @@ def test_a_captured_step_on_packed_rows_trains_like_an_eager_one_on_padded_rows(
         losses[1].append((loss / count).item())
     assert step.stats().captures == 1
     step.close()
-    assert losses[0] == pytest.approx(losses[1], rel=1e-5 if autocast is None else 5e-3)
+    exact = 1e-5 if device == "cpu" else 1e-4  # on a GPU kernels other than the twins run
+    assert losses[0] == pytest.approx(losses[1], rel=exact if autocast is None else 5e-3)
 
 
 @KINDS
@@ -278,17 +280,24 @@ def test_it_compiles_whole(kind: str) -> None:
     )
 
 
-def test_batches_of_the_loader_are_packed_rows(tmp_path: Path) -> None:
+@pytest.fixture
+def stored(tmp_path: Path) -> tuple[Path, list[Tensor]]:
+    """A .loongbin of records of 1 to 39 tokens, and the records."""
     rng = np.random.default_rng(0)
     records = [rng.integers(0, VOCAB, n) for n in rng.integers(1, 40, 30)]
     info = lff.TokenizerInfo("random", "00")
     with lff.Writer(tmp_path / "a.loongbin", vocab_size=VOCAB, tokenizer=info, buckets=(40,)) as writer:
         for record in records:
             writer.append(record)
+    return tmp_path / "a.loongbin", [torch.from_numpy(r) for r in records]
+
+
+def test_batches_of_the_loader_are_packed_rows(stored: tuple[Path, list[Tensor]]) -> None:
     model = made("gr00t_n16_lm").double().eval()
-    rows = [model(*padded([torch.from_numpy(r)])) for r in records]
+    with torch.no_grad():
+        rows = [model(*padded([r])) for r in stored[1]]
     with (
-        lff.open_dataset(tmp_path / "a.loongbin") as dataset,
+        lff.open_dataset(stored[0]) as dataset,
         LoongDataLoader(dataset, global_batch=1, pack=128, epochs=1, return_type="torch") as loader,
         torch.no_grad(),
     ):
@@ -296,3 +305,32 @@ def test_batches_of_the_loader_are_packed_rows(tmp_path: Path) -> None:
     assert len(totals) > 3
     assert sum(int(count) for _, count in totals) == sum(int(count) for _, count in rows)
     assert sum(float(x) for x, _ in totals) == pytest.approx(sum(float(x) for x, _ in rows), rel=1e-9)
+
+
+def test_one_graph_takes_every_batch_of_the_loader(stored: tuple[Path, list[Tensor]]) -> None:
+    model = made("gr00t_n16_lm")
+    twin = copy.deepcopy(model)
+    step = TrainStep(model, torch.optim.AdamW(model.parameters(), lr=0.0))
+    borders = set()
+    with (
+        lff.open_dataset(stored[0]) as dataset,
+        LoongDataLoader(dataset, global_batch=1, pack=128, epochs=1, return_type="torch") as loader,
+    ):
+        for batch in loader:
+            borders.add(len(batch.cu_seqlens))
+            tokens, mask = batch.tokens.long(), batch.loss_mask.bool()
+            loss, count = twin(tokens, loss_mask=mask, cu_seqlens=batch.cu_seqlens)
+            found = step(tokens, loss_mask=mask, cu_seqlens=pad_borders(batch.cu_seqlens, 129)).loss
+            assert found.item() == pytest.approx((loss / count).item(), rel=1e-6)
+    assert len(borders) > 1
+    assert step.stats().captures == 1
+    step.close()
+
+
+def test_borders_are_padded_with_the_last_and_never_cut() -> None:
+    cu = torch.tensor([0, 4, 9], dtype=torch.int32)
+    assert pad_borders(cu, 5).tolist() == [0, 4, 9, 9, 9]
+    assert torch.equal(pad_borders(cu, 3), cu)
+    for entries, borders in ((cu, 2), (cu[:0], 4)):
+        with pytest.raises(ValueError, match="entries"):
+            pad_borders(entries, borders)

@@ -3,7 +3,8 @@
 A model takes batches of one of two kinds, and says which by its attribute ``batch_kind``:
 
     "tokens"    forward(tokens int64 [B, T], lengths int64 [B], loss_mask bool [B, T] or None); ``infer`` also needs
-                a method logits(tokens) -> [B, T, vocab]. What a model without the attribute takes.
+                a method logits(tokens) -> [B, T, vocab]. What a model without the attribute takes. gr00t_n16_lm and
+                gr00t_n16_moe also take packed rows, see lf_meta.models.packed.
     "mapping"   forward(batch), a mapping of tensors by name; the model's module lists its keys.
 
 Either way forward returns (loss_sum float [], count int64 []), so that micro-batches and ranks add up and the one

@@ -2,7 +2,10 @@
 
 ``cu_seqlens``, int32 [sequences + 1] on the device, says where they start and where the last one ends: 0, then rising
 by the lengths, each of which may be 0. What lies behind the last one is unused. The host never reads it, so a captured
-graph replays other lengths: fill a fixed number of borders up by repeating the last.
+graph replays other lengths: :func:`pad_borders` gives every batch the same number of borders.
+
+Batches of ``LoongDataLoader(pack=...)`` with one row go in with their ``loss_mask``. Their unused end is a segment, which
+the mask keeps out of the loss; a mixture of experts still routes it, unless that last border is left out.
 """
 
 from __future__ import annotations
@@ -43,6 +46,19 @@ def packed_row(tokens: Tensor, cu_seqlens: Tensor) -> PackedRow:
         )
     positions = packed_positions(cu_seqlens, tokens.shape[1])
     return PackedRow(cu_seqlens, positions, F.pad(positions[1:] > 0, (0, 1)))
+
+
+def pad_borders(cu_seqlens: Tensor, borders: int) -> Tensor:
+    """``cu_seqlens`` with its last border repeated up to ``borders`` entries, without waiting for the device.
+
+    Raises:
+        ValueError: it has more, or none.
+    """
+    if not 0 < len(cu_seqlens) <= borders:
+        raise ValueError(
+            f"cu_seqlens has {len(cu_seqlens)} entries and is to have {borders}: give more borders"
+        )
+    return torch.cat((cu_seqlens, cu_seqlens[-1:].expand(borders - len(cu_seqlens))))
 
 
 def one_row(x: Tensor, name: str) -> Tensor:
