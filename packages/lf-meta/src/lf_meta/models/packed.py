@@ -4,8 +4,8 @@
 by the lengths, each of which may be 0. What lies behind the last one is unused. The host never reads it, so a captured
 graph replays other lengths: :func:`pad_borders` gives every batch the same number of borders.
 
-Batches of ``LoongDataLoader(pack=...)`` with one row go in with their ``loss_mask``. Their unused end is a segment, which
-the mask keeps out of the loss; a mixture of experts still routes it, unless that last border is left out.
+Batches of ``LoongDataLoader(pack=...)`` with one row go in with their ``loss_mask``. Their unused end is a segment,
+which the mask keeps out of the loss; a mixture of experts still routes it, unless that last border is left out.
 """
 
 from __future__ import annotations
