@@ -40,6 +40,10 @@ WITHOUT = {"torch"}
 # model stay together), and lf-graph's take half the time.
 PARALLEL = {"lf-graph": ["-n", "2"], "lf-meta": ["-n", "2", "--dist", "loadgroup"]}
 
+# Tests of torch-free packages that run once more, or only, where torch is: the loader delivers tensors then, and
+# lf-memory has its gradient half.
+WITH_TORCH = {"lf-iouring": ["tests"], "lf-memory": ["tests/gradients", "tests/release"]}
+
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
 nox.needs_version = ">=2024.4"
@@ -138,15 +142,9 @@ def tests(session: nox.Session, package: str) -> None:
         env=threads,
         external=True,
     )
-    if package == "lf-iouring":  # the loader also delivers tensors, when torch is there
-        session.run(
-            _torch_python(session),
-            "-m",
-            "pytest",
-            f"packages/{package}/tests",
-            *session.posargs,
-            external=True,
-        )
+    for folder in WITH_TORCH.get(package, []):
+        command = ["-m", "pytest", f"packages/{package}/{folder}", *session.posargs]
+        session.run(_torch_python(session), *command, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 
 @nox.session(venv_backend="none")
