@@ -7,6 +7,7 @@ and one of tokens, whichever side the padding is on. Nothing is read by the host
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -61,10 +62,17 @@ def register_attention(implementation: Implementation = "auto") -> str:
         raise ValueError(f"register_attention: implementation={implementation!r}: one of auto, triton, plain")
     try:
         from transformers import AttentionInterface, AttentionMaskInterface
+        from transformers.masking_utils import sdpa_mask
     except ImportError as e:
         raise GraphError(
             "transformers with AttentionInterface and AttentionMaskInterface is needed: pip install -U transformers"
         ) from e
+    if (
+        "q_length" not in inspect.signature(sdpa_mask).parameters
+    ):  # 5.2 says it by cache_position, 5.4 by lengths
+        raise GraphError(
+            "transformers does not tell masks the number of queries: pip install -U transformers"
+        )
     name = _NAMES[implementation]
     AttentionInterface.register(name, _FORWARDS[implementation])
     AttentionMaskInterface.register(name, offsets_for_mask)
