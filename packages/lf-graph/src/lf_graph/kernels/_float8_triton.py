@@ -11,12 +11,10 @@ operands with neighbours along the sum. One scale a row: a program reads its row
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
-from lf_graph.kernels._interpreter import INTERPRETED, operator
+from lf_graph.kernels._interpreter import INTERPRETED, operator, tl, triton
 from lf_graph.kernels.float8_linear import MULTIPLE, VALUES, Float8Parts, Rounded
 
 _TINY = tl.constexpr(float(torch.finfo(torch.float32).tiny))

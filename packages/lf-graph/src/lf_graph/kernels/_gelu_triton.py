@@ -13,13 +13,11 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
 from torch.library import wrap_triton
 
 from lf_graph.kernels._inputs import as_rows
-from lf_graph.kernels._interpreter import cast, operator
+from lf_graph.kernels._interpreter import cast, operator, tl, triton
 from lf_graph.kernels._partials import sum_partials
 from lf_graph.kernels._philox import ROUNDS, ROWS, scale_of, threshold_of
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register

@@ -5,13 +5,12 @@
 from __future__ import annotations
 
 import torch
-import triton
 from torch import Tensor
 from torch.library import wrap_triton
 
 from lf_graph.kernels._grouped_gemm_triton import grouped_product, grouped_weight_gradient, token_sums
 from lf_graph.kernels._inputs import as_rows
-from lf_graph.kernels._interpreter import INTERPRETED, operator
+from lf_graph.kernels._interpreter import INTERPRETED, operator, triton
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register
 
 _SHARED_BYTES = 227 * 1024  # that one program of an H100 or H200 may have

@@ -12,10 +12,7 @@ begins: programs that run together read the same weights from L2.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from lf_graph.kernels._interpreter import cast, dot
+from lf_graph.kernels._interpreter import cast, dot, tl, triton
 
 
 @triton.jit
