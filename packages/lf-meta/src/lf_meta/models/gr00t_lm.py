@@ -245,8 +245,8 @@ def read_packed(
     row = packed_row(tokens, cu_seqlens)
     keep = row.follows[None]
     if loss_mask is not None:
-        keep = keep & F.pad(one_row(loss_mask, "loss_mask")[:, 1:].bool(), (0, 1))
-    return tokens, row, torch.where(keep, F.pad(tokens[:, 1:], (0, 1)), IGNORE)
+        keep = keep & one_row(loss_mask, "loss_mask").bool().roll(-1, 1)
+    return tokens, row, torch.where(keep, tokens.roll(-1, 1), IGNORE)  # nothing follows the last token
 
 
 def positions_of(c: LMConfig, tokens: Tensor, row: PackedRow | None) -> tuple[Tensor, Tensor]:

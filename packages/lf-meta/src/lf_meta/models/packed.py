@@ -45,7 +45,7 @@ def packed_row(tokens: Tensor, cu_seqlens: Tensor) -> PackedRow:
             f"cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: int32 [sequences + 1] is expected"
         )
     positions = packed_positions(cu_seqlens, tokens.shape[1])
-    return PackedRow(cu_seqlens, positions, F.pad(positions[1:] > 0, (0, 1)))
+    return PackedRow(cu_seqlens, positions, F.pad(positions[1:], (0, 1)) > 0)
 
 
 def pad_borders(cu_seqlens: Tensor, borders: int) -> Tensor:
