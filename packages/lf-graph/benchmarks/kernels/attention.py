@@ -21,7 +21,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from kernels import REFERENCE, Call, Group, KernelRow, as_float64, backward, compiled, forward
-from lf_graph.kernels import attention_lengths, varlen_attention
+from lf_graph.kernels import attention, attention_lengths, varlen_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 Make = Callable[[torch.device], tuple[Tensor, Tensor, Tensor]]
@@ -136,6 +136,15 @@ def our_packed(shape: Shape, device: torch.device) -> Attention:
     """Ours on packed rows."""
     cu_q, cu_k = offsets(shape, device)
     return lambda q, k, v: varlen_attention(q, k, v, cu_q, cu_k, causal=shape.causal)
+
+
+def chosen(shape: Shape, device: torch.device, packed: bool) -> Attention:
+    """The way that the tuner's table names; measuring it here also tells the tuner which keys there are."""
+    if packed:
+        cu_q, cu_k = offsets(shape, device)
+        return lambda q, k, v: attention(q, k, v, cu_q, cu_k, causal=shape.causal)
+    lengths = torch.tensor(shape.lengths, dtype=torch.int32, device=device) if shape.lengths else None
+    return lambda q, k, v: attention(q, k, v, lengths_q=lengths, causal=shape.causal)
 
 
 def torch_varlen(shape: Shape, device: torch.device) -> Attention:
@@ -270,6 +279,9 @@ def _rows(
         found += [
             group.row(REFERENCE, lambda d, run=measured, fn=reference: run(fn, *as_float64(make(d)))),
             group.row("lf-graph", of(ours), ours=True),
+            group.row(
+                "lf-graph, by table", of(functools.partial(chosen, packed=layout == "packed")), ours=True
+            ),
             *(group.row(name, of(way), cuda_only=True) for name, way in ways.items()),
         ]
     return found

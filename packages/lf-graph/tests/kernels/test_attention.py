@@ -41,14 +41,14 @@ def check(case: Case, implementation: str, slack: float = 2.0) -> None:
     assert_close(ours(case, implementation, *tensors), reference(case, *tensors), slack)
 
 
-LENGTHS = st.lists(st.one_of(st.sampled_from([0, 1, 15, 16, 17]), st.integers(0, 40)), min_size=1, max_size=4)
+LENGTHS = st.lists(st.one_of(st.sampled_from([0, 1, 15, 16, 17]), st.integers(0, 40)), min_size=1, max_size=3)
 
 
 @st.composite
 def cases(draw: st.DrawFn) -> Case:
     lengths = draw(LENGTHS)
     keys = draw(st.none() | st.lists(st.integers(0, 40), min_size=len(lengths), max_size=len(lengths)))
-    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 3), (2, 2)]))
+    kv_heads, group = draw(st.sampled_from([(1, 1), (2, 1), (1, 2)]))
     return Case(
         tuple(lengths),
         None if keys is None else tuple(keys),
@@ -61,13 +61,13 @@ def cases(draw: st.DrawFn) -> Case:
     )
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=10, deadline=None, derandomize=True)
 @given(case=cases())
 def test_kernels_equal_float64(case: Case) -> None:
     check(case, "triton")
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(max_examples=40, deadline=None, derandomize=True)
 @given(case=cases())
 def test_the_plain_twin_equals_float64(case: Case) -> None:
     check(case, "plain")
@@ -130,7 +130,7 @@ def test_the_bits_of_a_sequence_do_not_depend_on_its_neighbours() -> None:
 
 
 def test_a_repeated_call_gives_the_same_bits() -> None:
-    case = Case((21, 40), heads=4, kv_heads=2, dtype=torch.bfloat16)
+    case = Case((21, 40), heads=2, kv_heads=1, dtype=torch.bfloat16)
     tensors = inputs(case)
     assert same_bits(ours(case, "triton", *tensors), ours(case, "triton", *tensors))
 
@@ -168,7 +168,7 @@ def test_any_strides_will_do() -> None:
 
 def test_more_sequences_than_are_read_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_attention, "_LANES", 16)
-    check(Case(tuple(i % 3 for i in range(37)), heads=1), "triton")
+    check(Case(tuple(i % 3 for i in range(20)), heads=1), "triton")
 
 
 def test_offsets_beyond_the_capacity_are_cut_off() -> None:
@@ -203,7 +203,7 @@ def padded(
     causal: bool,
     implementation: str,
 ) -> None:
-    batch, heads, kv_heads, dim = 3, 4, 2, 16
+    batch, heads, kv_heads, dim = 3, 2, 1, 16
     generator = torch.Generator().manual_seed(0)
     q, k, v, gradient = (
         torch.randn(batch, n, h, dim, generator=generator).to(DEVICE)
