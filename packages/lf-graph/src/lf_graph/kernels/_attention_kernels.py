@@ -21,10 +21,8 @@ base 2, and +inf for a query that sees no key or is none, so that its probabilit
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
 from lf_graph.kernels._attention_tiles import add_product, find, head_product, load, place, span, store
+from lf_graph.kernels._interpreter import tl, triton
 
 
 @triton.jit

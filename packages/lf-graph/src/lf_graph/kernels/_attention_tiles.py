@@ -9,10 +9,7 @@ Rows in a kernel count from the start of their sequence.
 
 from __future__ import annotations
 
-import triton
-import triton.language as tl
-
-from lf_graph.kernels._interpreter import cast, dot
+from lf_graph.kernels._interpreter import cast, dot, tl, triton
 
 PACKED, PADDED, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
