@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import sm90
@@ -398,3 +399,9 @@ def test_compiled_for_a_gpu_a_backward_moves_16_bytes_at_once(width: int, rows: 
 
 def test_the_widest_default_launch_keeps_its_tile_in_registers() -> None:
     assert NORM_BACKWARD.default((MAX_WIDTH, "bfloat16", True, True, True, True)).num_warps == 32
+
+
+@pytest.mark.parametrize("norm", [rms_norm, layer_norm])
+def test_a_meta_tensor_gives_a_shape(norm: Any) -> None:
+    found = norm(torch.empty(3, 8, device="meta"), torch.ones(8, device="meta"))
+    assert (found.shape, found.dtype, found.device.type) == ((3, 8), torch.float32, "meta")

@@ -53,7 +53,7 @@ def output_dtype(x: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     if dtype is not None:
         return dtype
     kind = x.device.type
-    if x.dtype != torch.float64 and torch.is_autocast_enabled(kind):
+    if x.dtype != torch.float64 and kind != "meta" and torch.is_autocast_enabled(kind):
         return torch.get_autocast_dtype(kind)
     return x.dtype
 
