@@ -52,11 +52,17 @@ def _attend(
     MASKED: tl.constexpr, CAUSAL: tl.constexpr, HEAD_DIM: tl.constexpr, LOW: tl.constexpr, HIGH: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    """Online softmax over keys begin:stop: weighted sums of values, greatest score, sum of weights."""
+    """Online softmax over keys begin:stop: weighted sums of values, greatest score, sum of weights.
+
+    Pointers advance, for a 64-bit ``at * row_k`` made LLVM split the edge around the loop, with the zeros of the sums
+    on it: then ptxas serialises wgmma ("non wgmma instructions defining accumulator registers").
+    """
+    k += begin * row_k
+    v += begin * row_v
     for at in range(begin, stop, BLOCK_N):
         lanes = tl.arange(0, BLOCK_N)
         limit = keys - at if MASKED else None
-        k_low, k_high = load(k + at * row_k, lanes, row_k.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        k_low, k_high = load(k, lanes, row_k.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
         scores = head_product(q_low, q_high, k_low, k_high, HIGH)
         if MASKED:
             seen = _visible(rows, at + lanes, offset, keys, CAUSAL)
@@ -73,9 +79,11 @@ def _attend(
         low = low * shrink[:, None]
         if HIGH > 0:
             high = high * shrink[:, None]
-        v_low, v_high = load(v + at * row_v, lanes, row_v.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        v_low, v_high = load(v, lanes, row_v.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
         low, high = add_product(low, high, weights, v_low, v_high, HIGH)
         top = higher
+        k += BLOCK_N * row_k
+        v += BLOCK_N * row_v
     return low, high, top, total
 
 
@@ -146,16 +154,20 @@ def _pull_queries(
     BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """(low, high) + dS @ K over keys begin:stop, with dS = P * (dP - delta)."""
+    k += begin * row_k
+    v += begin * row_v
     for at in range(begin, stop, BLOCK_N):
         lanes = tl.arange(0, BLOCK_N)
         limit = keys - at if MASKED else None
-        k_low, k_high = load(k + at * row_k, lanes, row_k.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
-        v_low, v_high = load(v + at * row_v, lanes, row_v.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        k_low, k_high = load(k, lanes, row_k.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        v_low, v_high = load(v, lanes, row_v.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
         weights = tl.exp2(head_product(q_low, q_high, k_low, k_high, HIGH) * scale2 - log_sum[:, None])
         if MASKED:
             weights = tl.where(_visible(rows, at + lanes, offset, keys, CAUSAL), weights, 0.0)
         slopes = weights * (head_product(g_low, g_high, v_low, v_high, HIGH) - delta[:, None])
         low, high = add_product(low, high, slopes, k_low, k_high, HIGH)
+        k += BLOCK_N * row_k
+        v += BLOCK_N * row_v
     return low, high
 
 
@@ -258,18 +270,24 @@ def _pull_keys(
     Queries past the sequence come as zeros, -lse and gradient included: P is 1 and adds nothing. Keys past it give
     numbers to their own rows only, where zeros are stored in the end: neither needs a mask.
     """
+    q += begin * row_q
+    gradient += begin * row_g
+    terms += begin * 2
     for at in range(begin, stop, BLOCK_M):
         lanes = tl.arange(0, BLOCK_M)
         limit = length - at
-        q_low, q_high = load(q + at * row_q, lanes, row_q.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
-        minus_lse, deltas = _terms_of(terms + at * 2, lanes, limit, BLOCK_M, TERMS)
+        q_low, q_high = load(q, lanes, row_q.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        minus_lse, deltas = _terms_of(terms, lanes, limit, BLOCK_M, TERMS)
         weights = tl.exp2(head_product(k_low, k_high, q_low, q_high, HIGH) * scale2 + minus_lse[None, :])
         if MASKED:
             weights = tl.where(columns[:, None] <= (at + lanes + offset)[None, :], weights, 0.0)
-        g_low, g_high = load(gradient + at * row_g, lanes, row_g.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
+        g_low, g_high = load(gradient, lanes, row_g.to(tl.int32), limit, HEAD_DIM, LOW, HIGH)
         dv_low, dv_high = add_product(dv_low, dv_high, weights, g_low, g_high, HIGH)
         slopes = weights * (head_product(v_low, v_high, g_low, g_high, HIGH) - deltas[None, :])
         dk_low, dk_high = add_product(dk_low, dk_high, slopes, q_low, q_high, HIGH)
+        q += BLOCK_M * row_q
+        gradient += BLOCK_M * row_g
+        terms += BLOCK_M * 2
     return dk_low, dk_high, dv_low, dv_high
 
 
@@ -335,9 +353,11 @@ def backward_keys(
                 stride_q, stride_g, columns, begin, tl.minimum(whole, length), offset, length, scale2,
                 True, HEAD_DIM, LOW, HIGH, BLOCK_M, TERMS,
             )  # fmt: skip
+        # At least once, if for nothing: the zeros of a loop that is skipped came between the last wgmma and its wait,
+        # and ptxas serialised all of them.
         dk_low, dk_high, dv_low, dv_high = _pull_keys(
             dk_low, dk_high, dv_low, dv_high, k_low, k_high, v_low, v_high, q_head, g_head, terms_head,
-            stride_q, stride_g, columns, whole, length, offset, length, scale2,
+            stride_q, stride_g, columns, whole, tl.maximum(length, 1), offset, length, scale2,
             False, HEAD_DIM, LOW, HIGH, BLOCK_M, TERMS,
         )  # fmt: skip
     own = (origin * kv_heads + head) * HEAD_DIM
