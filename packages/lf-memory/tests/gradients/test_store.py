@@ -1,9 +1,11 @@
 """Plans in files: what is read back, what is refused, what is made anew."""
 
 import json
+import os
 import pickle
 import re
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from dataclasses import asdict, replace
 
 import pytest
@@ -14,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from lf_memory import gradients
 from lf_memory.gradients import Placement, PlanError, predict, read_plan, write_plan
-from lf_memory.gradients._json import _checksum, from_text, to_text
+from lf_memory.gradients._json import _check_placements, _checksum, from_text, to_text
 
 MODULE_FIXTURE = [HealthCheck.function_scoped_fixture]
 
@@ -246,6 +248,35 @@ def test_gradients_that_overlap_are_refused(plan):
     )
     with pytest.raises(PlanError, match="overlap"):
         from_text(to_text(replace(plan, placements=moved)).encode())
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, 12), st.integers(1, 6), st.integers(0, 5), st.integers(0, 4)), max_size=9
+    )
+)
+def test_gradients_are_refused_if_and_only_if_two_that_live_at_one_time_share_a_byte(rows):
+    placements = tuple(
+        Placement(str(at), offset, nbytes, start, start + steps)
+        for at, (offset, nbytes, start, steps) in enumerate(rows)
+    )
+    overlap = any(
+        a.start <= b.end
+        and b.start <= a.end
+        and a.offset < b.offset + b.nbytes
+        and b.offset < a.offset + a.nbytes
+        for at, a in enumerate(placements)
+        for b in placements[:at]
+    )
+    with pytest.raises(PlanError, match="overlap") if overlap else nullcontext():
+        _check_placements(placements, 10)
+
+
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="named pipes are of POSIX")
+def test_a_pipe_that_nobody_writes_to_is_no_plan(tmp_path):
+    os.mkfifo(tmp_path / "dag.json")
+    with pytest.raises(PlanError, match="not JSON"):
+        read_plan(tmp_path / "dag.json")
 
 
 def test_other_formats_and_versions_are_refused(plan):

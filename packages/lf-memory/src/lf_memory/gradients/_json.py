@@ -2,7 +2,9 @@
 
 import hashlib
 import json
+from bisect import bisect_left
 from dataclasses import asdict, astuple, fields
+from heapq import heappop, heappush
 from typing import Any, TypeVar, get_args
 
 from ._errors import PlanError
@@ -89,13 +91,23 @@ def _check_placements(placements: tuple[Placement, ...], steps: int) -> None:
             raise PlanError(f"the placement of {one.name[:80]} ends before it begins, or after the last step")
     if len({one.name for one in placements}) != len(placements):
         raise PlanError("a parameter is placed twice")
-    active: list[Placement] = []
+    _check_apart(placements)
+
+
+def _check_apart(placements: tuple[Placement, ...]) -> None:
+    """Those that live are kept by offset: as they are apart, a new one can only overlap its neighbours."""
+    alive: list[tuple[int, int, str]] = []  # offset, end of the bytes, name
+    ends: list[tuple[int, int]] = []  # a heap: last step, offset
     for one in sorted(placements, key=lambda placement: placement.start):
-        active = [other for other in active if other.end >= one.start]
-        for other in active:
-            if one.offset < other.offset + other.nbytes and other.offset < one.offset + one.nbytes:
-                raise PlanError(f"the gradients of {other.name[:80]} and {one.name[:80]} overlap")
-        active.append(one)
+        while ends and ends[0][0] < one.start:
+            del alive[bisect_left(alive, (heappop(ends)[1],))]
+        at, stop = bisect_left(alive, (one.offset,)), one.offset + one.nbytes
+        for low, high, name in alive[max(0, at - 1) : at + 1]:
+            if one.offset < high and low < stop:
+                raise PlanError(f"the gradients of {name[:80]} and {one.name[:80]} overlap")
+        if one.nbytes:
+            alive.insert(at, (one.offset, stop, one.name))
+            heappush(ends, (one.end, one.offset))
 
 
 def _rows(value: Any, row: type[Row], what: str) -> tuple[Row, ...]:
