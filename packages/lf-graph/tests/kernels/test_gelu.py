@@ -171,6 +171,12 @@ def test_columns_side_by_side_in_a_wider_tensor_and_transposed_inputs_give_the_s
     assert same_bits(with_gradients(ours("triton"), transposed, bias), expected)
 
 
+def test_a_seed_that_is_a_column_of_others_is_read_as_such() -> None:
+    seed, x = torch.tensor([[7, 1], [9, 2]], device=DEVICE)[:, 1], leaf(20, 9)
+    found = with_gradients(ours("triton", 0.5, seed), x)
+    assert same_bits(found, with_gradients(ours("triton", 0.5, seed.clone()), x))
+
+
 def test_rows_of_more_dimensions_are_rows() -> None:
     given, seed = (leaf(2, 3, 5, 7), leaf(7)), seed_of(9)
     expected = with_gradients(by_torch(0.4, seed), *exact(*given))

@@ -351,6 +351,13 @@ def test_float64_is_left_to_the_twin() -> None:
         rms_norm(x, implementation="triton")
 
 
+def test_a_float64_stream_keeps_its_digits() -> None:
+    x, stream = torch.randn(2, 8, device=DEVICE), torch.randn(2, 8, dtype=torch.float64, device=DEVICE)
+    assert torch.equal(add_rms_norm(x, stream)[1], x + stream)
+    with pytest.raises(KernelUnavailableError, match="float64"):
+        add_rms_norm(x, stream, implementation="triton")
+
+
 def test_the_twin_needs_no_triton() -> None:
     script = (
         "import sys; sys.modules['triton'] = None; import torch; from lf_graph.kernels import layer_norm;"

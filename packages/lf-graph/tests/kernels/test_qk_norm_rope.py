@@ -112,6 +112,19 @@ def test_kernels_equal_float64_at_any_shape(
     assert_right((*tokens, counts[0], width), counts[1], half, dtype, how, data.draw(st.booleans()), seed)
 
 
+def test_without_an_epsilon_rows_beyond_the_last_do_not_reach_the_gradients_of_weights() -> None:
+    tensors, (cos, sin) = leaves((1, 5, 3, 8), 1), tables(5, 4)
+
+    def gradients(given: list[Tensor], *angles: Tensor) -> tuple[Tensor, ...]:
+        how = "triton" if angles[0].dtype == torch.float32 else "plain"
+        outputs = qk_norm_rope(*given, *angles, eps=0.0, implementation=how)
+        return torch.autograd.grad([o.sum() for o in outputs], given)
+
+    assert_near(
+        gradients(tensors, cos, sin), gradients(in_float64(tensors), cos.double(), sin.double()), 4, 1.0
+    )
+
+
 def test_the_twin_is_the_norm_and_the_rotation_of_torch() -> None:
     q, k, v, w = leaves((2, 5, 3, 8), 1, torch.float64)
     cos, sin = tables(5, 3, torch.float64)

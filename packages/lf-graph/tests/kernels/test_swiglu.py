@@ -83,6 +83,13 @@ def test_halves_of_a_packed_tensor_and_transposed_inputs_give_the_same() -> None
     assert same_bits(with_gradients(ours("triton"), columns_first), expected)
 
 
+def test_weights_that_are_a_column_of_others_are_read_as_such() -> None:
+    gate, up, column = leaf(7, 33), leaf(7, 33), leaf(7, 3).detach()[:, 1].requires_grad_()
+    alone = column.detach().clone().requires_grad_()
+    found = with_gradients(ours("triton"), gate, up, column)
+    assert same_bits(found, with_gradients(ours("triton"), gate, up, alone))
+
+
 def test_rows_of_more_dimensions_are_rows() -> None:
     gate, up, weight = leaf(2, 3, 4, 7), leaf(2, 3, 4, 7), leaf(2, 3, 4)
     assert_near(

@@ -184,6 +184,9 @@ def _launch_product(
         return
     tiles = (triton.cdiv(rows, config["BLOCK_M"]) + experts) * triton.cdiv(columns, config["BLOCK_N"])
     whole = depth % config["BLOCK_K"] == 0 and columns % config["BLOCK_N"] == 0
+    # lists that the kernel reads as neighbours, such as a column of a router's output
+    weight, offsets = weight.contiguous(), offsets.contiguous()
+    tokens = None if tokens is None else tokens.contiguous()
     with torch.cuda.device_of(x):  # Triton launches on the current device
         wrap_triton(grouped_product)[_grid(tiles, config, x.device)](
             x, w, out, hidden, weight, offsets, offsets if tokens is None else tokens, rows, experts, depth,
@@ -218,7 +221,8 @@ def _run_weight(
     out = stored.transpose(1, 2) if transposed else stored
     if not out.numel():
         return stored
-    x, grad = as_rows(x), as_rows(grad)
+    x, grad, offsets = as_rows(x), as_rows(grad), offsets.contiguous()
+    x_tokens, grad_tokens = (None if t is None else t.contiguous() for t in (x_tokens, grad_tokens))
     tiles = triton.cdiv(depth, config["BLOCK_M"]) * triton.cdiv(columns, config["BLOCK_N"])
     with torch.cuda.device_of(x):
         wrap_triton(grouped_weight_gradient)[(experts * tiles,)](

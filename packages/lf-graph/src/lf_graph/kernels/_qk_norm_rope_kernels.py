@@ -123,7 +123,8 @@ def _backward(
         if REST > 0:
             r = _part(x, start, 2 * HALF, real, D, REST)
             square += tl.sum(r * r, axis=1)
-        inverse = (1 / tl.sqrt(square / D + eps))[:, None]
+        # Rows beyond the last are zeros, whose inverse at eps = 0 would be infinite, and NaN in the sums of weights.
+        inverse = tl.where(real, 1 / tl.sqrt(square / D + eps), 0.0)[:, None]
         c, s = angles_of(
             cos, sin, t_batch, t_row, positions, p_batch, p_token, length, batch, index, real, columns, HALF,
             POSITIONS,

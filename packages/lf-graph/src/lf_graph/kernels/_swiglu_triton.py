@@ -172,7 +172,7 @@ def _run_forward(gate: Tensor, up: Tensor | None, weight: Tensor | None) -> Tens
     columns = _columns(gate, up)
     out = gate.new_empty(*gate.shape[:-1], columns)
     config = config_of(TUNABLE, _key(gate, up, weight))
-    flat_weight = None if weight is None else weight.reshape(-1)
+    flat_weight = None if weight is None else weight.reshape(-1).contiguous()  # as the kernel reads it
     _launch_forward(as_rows(gate), _rows(up), flat_weight, as_rows(out), config)
     return out
 
@@ -203,7 +203,7 @@ def _run_backward(
 ) -> Tensor:
     """Writes gradients to ``to_gate`` and ``to_up``, which are rows; returns that of the weight."""
     to_weight = gate.new_empty(0 if weight is None else weight.numel(), dtype=torch.float32)
-    flat_weight = None if weight is None else weight.reshape(-1)
+    flat_weight = None if weight is None else weight.reshape(-1).contiguous()  # as the kernel reads it
     given = (as_rows(grad), as_rows(gate), _rows(up), flat_weight, as_rows(to_gate), _rows(to_up), to_weight)
     _launch_backward(*given, config_of(TUNABLE, _key(gate, up, weight)))
     if weight is None:

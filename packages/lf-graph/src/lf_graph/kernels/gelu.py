@@ -55,7 +55,8 @@ def gelu_tanh(
         return gelu_tanh_plain(x, bias, dropout_p, seed)
     from lf_graph.kernels import _gelu_triton as kernels
 
-    out: Tensor = kernels.forward(x, bias, seed if dropout_p else None, dropout_p)
+    seed = seed.contiguous() if dropout_p and seed is not None else None
+    out: Tensor = kernels.forward(x, bias, seed, dropout_p)
     return out
 
 

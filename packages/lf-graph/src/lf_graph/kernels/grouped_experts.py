@@ -34,7 +34,7 @@ def grouped_experts(
 
     Three kernels forward: gate and up with SwiGLU behind them, down, and the sum over each token's rows. No copy of the
     tokens in the experts' order is made, forward or backward. Kept for the backward: x, gate and up [R, 2 F], whose
-    memory then takes their gradients, and the hidden rows [R, F].
+    memory then takes their gradients unless the graph is kept, and the hidden rows [R, F].
 
     Nothing is read back, every shape is a function of the inputs' shapes, and all results repeat bit for bit. A token
     whose rows all lie from ``offsets[-1]`` on gives zero and gets no gradient, whatever it holds. Under autocast the
@@ -109,7 +109,8 @@ def _gate_up_gradients(grad: Tensor, gate_up: Tensor, weight: Tensor, triton: bo
         return torch.cat((to_gate, to_up), dim=-1), to_weight
     from lf_graph.kernels import _swiglu_triton as kernels
 
-    if torch.compiler.is_compiling():  # it places buffers itself
+    # A compiler places buffers itself; a graph that is kept will ask for gate_up again.
+    if torch.compiler.is_compiling() or torch._C._autograd._get_current_graph_task_keep_graph():
         to_gate_up, _, to_weight = kernels.backward(grad, gate_up, None, weight)
         return to_gate_up, to_weight
     to_weight = kernels.backward_(grad, gate_up, None, weight)

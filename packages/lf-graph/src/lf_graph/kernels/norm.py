@@ -170,7 +170,8 @@ def _norm(
 ) -> tuple[Tensor, Tensor]:
     _check(operator, x, residual, weight, bias)
     dtype = output_dtype(x, dtype)
-    if not runs_on_triton(operator, implementation, x):
+    widest = residual if residual is not None and residual.dtype == torch.float64 else x
+    if not runs_on_triton(operator, implementation, widest):
         return _plain(x, residual, weight, bias, eps, centred, dtype)
     if x.shape[-1] > MAX_WIDTH:
         raise ValueError(
