@@ -183,6 +183,12 @@ def test_rows_of_more_dimensions_are_rows() -> None:
     assert_near(with_gradients(ours("triton", 0.4, seed), *given), expected)
 
 
+@pytest.mark.parametrize("implementation", ["triton", "plain"])
+def test_rows_without_columns_have_gradients_without_elements(implementation: str) -> None:
+    found = with_gradients(ours(implementation), leaf(3, 0), leaf(0))
+    assert [t.shape for t in found] == [(3, 0), (3, 0), (0,)]
+
+
 def test_the_plain_twin_has_exact_gradients() -> None:
     x = torch.randn(9, 4, dtype=torch.float64, requires_grad=True)
     bias = torch.randn(4, dtype=torch.float64, requires_grad=True)

@@ -120,5 +120,6 @@ class _Plain(torch.autograd.Function):
         sigmoid = torch.sigmoid(SLOPE * wide * (1 + CUBIC * square))
         slope = sigmoid + wide * sigmoid * (1 - sigmoid) * SLOPE * (1 + 3 * CUBIC * square)
         grad = _kept(widened(grads[0]), seed, ctx.p) * slope
-        to_bias = None if bias is None else grad.reshape(-1, bias.shape[0]).sum(0).to(bias.dtype)
+        rows = x.shape[:-1].numel()  # -1 would be any number where there are no columns
+        to_bias = None if bias is None else grad.reshape(rows, bias.shape[0]).sum(0).to(bias.dtype)
         return grad.to(x.dtype), to_bias, None, None
