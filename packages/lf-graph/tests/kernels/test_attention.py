@@ -183,6 +183,19 @@ def test_offsets_beyond_the_capacity_are_cut_off() -> None:
     assert same_bits(call(cumulative((8, 500))), call(cumulative((8, 8))))
 
 
+@pytest.mark.parametrize("offsets", [(-9, 20, 33), (-50, -40, 33), (20, 33), (40, 50, 60)])
+def test_a_sequence_behind_hostile_offsets_is_itself(offsets: tuple[int, ...]) -> None:
+    q, k, v = (x.requires_grad_() for x in torch.randn((3, 33, 2, 16), device=DEVICE))
+    cu = torch.tensor(offsets, dtype=torch.int32, device=DEVICE)
+    out = varlen_attention(q, k, v, cu, causal=True, implementation="triton")
+    out.sum().backward()
+    last = slice(max(0, min(33, offsets[-2])), min(33, offsets[-1]))
+    plain = [x[last].detach() for x in (q, k, v)]
+    rows = torch.tensor([0, len(plain[0])], dtype=torch.int32, device=DEVICE)
+    expected = varlen_attention(*plain, rows, causal=True, implementation="plain")
+    torch.testing.assert_close(out[last], expected, rtol=1e-4, atol=1e-5)
+
+
 def test_only_queries_may_want_a_gradient() -> None:
     case = Case((20,), unused=0)
     q, k, v, gradient = inputs(case)

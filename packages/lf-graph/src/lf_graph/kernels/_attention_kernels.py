@@ -99,7 +99,9 @@ def forward(
 
     Strides are in units of ALIGN elements, so that the compiler knows how wide loads can be.
     """
-    head = tl.program_id(0) % heads  # heads next to each other share their keys in the L2 cache
+    # 64 bits: heads-first views put 2^31 elements between the first head and the last. Heads next to each other share
+    # their keys in the L2 cache.
+    head = (tl.program_id(0) % heads).to(tl.int64)
     tile = tl.program_id(0) // heads
     if CAUSAL:
         tile = tl.num_programs(0) // heads - 1 - tile  # the longest rows first
@@ -143,7 +145,7 @@ def forward(
         HEAD_DIM, LOW, HIGH,
     )  # fmt: skip
     found = tl.where(seen, top + tl.log2(tl.where(seen, total, 1.0)), float("inf"))
-    tl.store(lse + head.to(tl.int64) * capacity_q + origin + lanes, found, mask=rows < stop)
+    tl.store(lse + head * capacity_q + origin + lanes, found, mask=rows < stop)
 
 
 @triton.jit
@@ -193,7 +195,7 @@ def backward_queries(
 
     delta is the sum of out * gradient over the head.
     """
-    head = tl.program_id(0) % heads
+    head = (tl.program_id(0) % heads).to(tl.int64)
     tile = tl.program_id(0) // heads
     if CAUSAL:
         tile = tl.num_programs(0) // heads - 1 - tile
@@ -223,7 +225,7 @@ def backward_queries(
     g_low, g_high = load(gradient, lanes, stride_g, valid, HEAD_DIM, LOW, HIGH)
     o_low, o_high = load(out + own, lanes, heads * HEAD_DIM, valid, HEAD_DIM, LOW, HIGH)
     deltas = _row_products(o_low, o_high, g_low, g_high, HIGH)
-    numbers = head.to(tl.int64) * capacity_q + origin + lanes
+    numbers = head * capacity_q + origin + lanes
     log_sum = tl.load(lse + numbers, mask=rows < length, other=float("inf"))
     tl.store(terms + numbers * 2, -log_sum, mask=rows < stop)
     tl.store(terms + numbers * 2 + 1, deltas, mask=rows < stop)
@@ -315,7 +317,7 @@ def backward_keys(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, TERMS: tl.constexpr,
 ):  # fmt: skip
     """dk and dv of one tile of keys of one key-value head, summed over the queries of its group."""
-    head = tl.program_id(0) % kv_heads
+    head = (tl.program_id(0) % kv_heads).to(tl.int64)
     tile = tl.program_id(0) // kv_heads
     sequence, start, keys, first, stop = find(
         tile, offsets_k, sequences, pitch_k, capacity_k, LAYOUT_K, BLOCK_N, LANES
@@ -346,7 +348,7 @@ def backward_keys(
         query_head = head * GROUP + member
         q_head = place(q, sequence, start_q, 0, query_head, batch_q, row_q, head_q, LAYOUT_Q, ALIGN)
         g_head = place(gradient, sequence, start_q, 0, query_head, batch_g, row_g, head_g, LAYOUT_Q, ALIGN)
-        terms_head = terms + (query_head.to(tl.int64) * capacity_q + start_q) * 2
+        terms_head = terms + (query_head * capacity_q + start_q) * 2
         if CAUSAL:
             dk_low, dk_high, dv_low, dv_high = _pull_keys(
                 dk_low, dk_high, dv_low, dv_high, k_low, k_high, v_low, v_high, q_head, g_head, terms_head,

@@ -16,13 +16,13 @@ PACKED, PADDED, FULL = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 
 @triton.jit
 def span(sequence, offsets, pitch, capacity, LAYOUT: tl.constexpr):
-    """First row and length of a sequence; never beyond the capacity.
+    """First row and length of a sequence; never beyond the capacity, whatever the offsets are.
 
     PACKED: offsets are cu_seqlens. PADDED: they are lengths, and a sequence starts every ``pitch`` rows. FULL: the same
     with all lengths ``pitch``, and offsets are not read.
     """
     if LAYOUT == PACKED:
-        start = tl.load(offsets + sequence)
+        start = tl.minimum(tl.maximum(tl.load(offsets + sequence), 0), capacity)
         stop = tl.minimum(tl.load(offsets + sequence + 1), capacity)
         return start, tl.maximum(stop - start, 0)
     elif LAYOUT == PADDED:  # noqa: RET505, Triton compiles one branch of a constexpr if/else

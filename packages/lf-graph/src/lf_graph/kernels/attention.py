@@ -43,7 +43,8 @@ def varlen_attention(
             to 256. Sequence i owns rows ``cu_seqlens_q[i]`` to ``cu_seqlens_q[i + 1]``.
         k, v: [capacity_k, kv_heads, head_dim] of the same dtype; query head h uses head ``h // (heads / kv_heads)``.
         cu_seqlens_q: int32 [sequences + 1] on the device of q: 0, then rising by the lengths, each of which may be 0.
-            The last may be below the capacity. The host never reads its values.
+            The last may be below the capacity. The host never reads its values, so none are refused: others give
+            numbers without meaning, and no memory outside is touched.
         cu_seqlens_k: the same for k and v; default: that of q.
         causal: query i of n sees the keys up to ``i + keys - n``: the last query sees the last key, as in
             FlashAttention from 2.1 on.
