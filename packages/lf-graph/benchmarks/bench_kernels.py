@@ -15,7 +15,7 @@ Definitions:
 - parity: largest max|output - reference| / max|reference| over outputs and gradients. A way beyond the tolerance is
   "wrong", is not timed, and is never the best other. If one of ours is wrong, the exit status is 1.
 
-Rows live in ``kernels/``; see there.
+Rows live in ``kernel_rows/``; see there.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ if not torch.cuda.is_available():
         "TRITON_INTERPRET", "1"
     )  # read when a kernel is defined, so before lf_graph's are imported
 
-import kernels
+import kernel_rows
+from kernel_rows import REFERENCE, Call, KernelRow, Output
 from kernel_table import Result, rates, tables
-from kernels import REFERENCE, Call, KernelRow, Output
 from measure import machine
 from report import between_markers
 from torch import Tensor
@@ -57,12 +57,12 @@ _CACHES = 3  # times the L2 cache
 
 def modules() -> list[str]:
     """Names of the modules of rows."""
-    return sorted(m.name for m in pkgutil.iter_modules(kernels.__path__) if not m.name.startswith("_"))
+    return sorted(m.name for m in pkgutil.iter_modules(kernel_rows.__path__) if not m.name.startswith("_"))
 
 
 def all_rows(small: bool) -> list[KernelRow]:
     """Every row there is."""
-    return [r for name in modules() for r in importlib.import_module(f"kernels.{name}").rows(small)]
+    return [r for name in modules() for r in importlib.import_module(f"kernel_rows.{name}").rows(small)]
 
 
 def grouped(rows: Iterable[KernelRow], match: str) -> list[list[KernelRow]]:

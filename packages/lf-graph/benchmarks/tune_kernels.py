@@ -1,4 +1,4 @@
-"""Tunes the Triton kernels for the shapes of the rows in ``kernels/``, which are those of the models of DESIGN.md.
+"""Tunes the Triton kernels for the shapes of the rows in ``kernel_rows/``, which are those of the models of DESIGN.md.
 
 python tune_kernels.py [--match rms_norm] [--budget-s 600] [--workers 12] [--rebuild] [--export FOLDER]
 
@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 import torch
 from bench_kernels import all_rows, free, obstacle, prepared
-from kernels import KernelRow
+from kernel_rows import KernelRow
 
 from lf_graph import tune
 from lf_graph.kernels._tunable import TUNABLES

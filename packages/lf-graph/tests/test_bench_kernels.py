@@ -31,7 +31,7 @@ def bench() -> Iterator[Any]:
     finally:
         sys.path.remove(str(BENCHMARKS))
         for name in [
-            m for m in sys.modules if m.split(".")[0] in ("bench_kernels", "kernels", "kernel_table")
+            m for m in sys.modules if m.split(".")[0] in ("bench_kernels", "kernel_rows", "kernel_table")
         ]:
             sys.modules.pop(name)
 
@@ -59,15 +59,15 @@ def build(
     def made(device: torch.device) -> Callable[[], Any]:
         given: Sequence[Tensor] = inputs(device)
         if double:
-            given = bench.kernels.as_float64(given)
-        call: Callable[[], Any] = bench.kernels.forward_backward(fn, *given)
+            given = bench.kernel_rows.as_float64(given)
+        call: Callable[[], Any] = bench.kernel_rows.forward_backward(fn, *given)
         return call
 
     return made
 
 
 def rows_of(bench: Any, op: str = "scale fwd+bwd") -> list[Any]:
-    group = bench.kernels.Group(op, "7x5 fp32", bytes=1000, flops=2000, tolerance=1e-5)
+    group = bench.kernel_rows.Group(op, "7x5 fp32", bytes=1000, flops=2000, tolerance=1e-5)
     return [
         group.row(bench.REFERENCE, build(bench, scaled, double=True)),
         group.row("lf-graph", build(bench, scaled), ours=True),
@@ -75,7 +75,7 @@ def rows_of(bench: Any, op: str = "scale fwd+bwd") -> list[Any]:
         group.row("fails", build(bench, waits)),
         group.row("absent", build(bench, scaled), needs=("no_such_module",)),
         group.row("gpu", build(bench, scaled), cuda_only=True),
-        group.row("compiled", lambda d: build(bench, bench.kernels.compiled(scaled))(d)),
+        group.row("compiled", lambda d: build(bench, bench.kernel_rows.compiled(scaled))(d)),
     ]
 
 
@@ -111,7 +111,7 @@ def test_a_group_needs_one_reference(bench: Any) -> None:
 
 
 def test_gradients_count_for_parity(bench: Any) -> None:
-    call = bench.kernels.forward_backward(scaled, *inputs(CPU))
+    call = bench.kernel_rows.forward_backward(scaled, *inputs(CPU))
     outputs = call()
 
     assert [t.shape for t in outputs] == [(7, 5), (7, 5), (5,)]
@@ -120,15 +120,15 @@ def test_gradients_count_for_parity(bench: Any) -> None:
 
 def test_backward_alone_repeats_on_one_forward(bench: Any) -> None:
     given = inputs(CPU)
-    both = bench.kernels.forward_backward(scaled, *given)()
-    alone = bench.kernels.backward(scaled, *given)
+    both = bench.kernel_rows.forward_backward(scaled, *given)()
+    alone = bench.kernel_rows.backward(scaled, *given)
 
     for _ in range(2):
         torch.testing.assert_close(alone(), both[1:], rtol=0, atol=0)
 
 
 def test_forward_keeps_no_graph(bench: Any) -> None:
-    assert not bench.kernels.forward(scaled, *inputs(CPU))().requires_grad
+    assert not bench.kernel_rows.forward(scaled, *inputs(CPU))().requires_grad
 
 
 def test_every_row_of_a_group_sees_the_same_values_in_new_memory(bench: Any) -> None:
@@ -183,7 +183,7 @@ def test_table_compares_with_the_fastest_other_that_is_right(bench: Any) -> None
 
 def planted(bench: Any, monkeypatch: pytest.MonkeyPatch, rows: Sequence[Any]) -> list[bool]:
     """Makes the benchmark know only these rows; records which size was asked for."""
-    module, asked = ModuleType("kernels.planted"), []
+    module, asked = ModuleType("kernel_rows.planted"), []
 
     def made(small: bool) -> Sequence[Any]:
         asked.append(small)
@@ -191,7 +191,7 @@ def planted(bench: Any, monkeypatch: pytest.MonkeyPatch, rows: Sequence[Any]) ->
 
     module.rows = made  # type: ignore[attr-defined]
     monkeypatch.setattr(bench, "modules", lambda: ["planted"])
-    monkeypatch.setitem(sys.modules, "kernels.planted", module)
+    monkeypatch.setitem(sys.modules, "kernel_rows.planted", module)
     return asked
 
 
@@ -303,7 +303,7 @@ def tuning(bench: Any) -> Iterator[Any]:
 def test_tuning_launches_rows_of_ours_once_and_names_those_that_fail(
     tuning: Any, bench: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    group = bench.kernels.Group("other", "7x5 fp32")
+    group = bench.kernel_rows.Group("other", "7x5 fp32")
     fails = group.row("lf-graph", build(bench, waits), ours=True)
     gpu = group.row("lf-graph gpu", build(bench, scaled), ours=True, cuda_only=True)
     rows = tuning.chosen([*rows_of(bench), fails, gpu], "", CPU)

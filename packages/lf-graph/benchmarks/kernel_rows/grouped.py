@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import REFERENCE, Group, KernelRow, as_float64, compiled, forward_backward
+from kernel_rows import REFERENCE, Group, KernelRow, as_float64, compiled, forward_backward
 from lf_graph._moe_experts import grouped_mm, weighted_swiglu
 from lf_graph._moe_route import gather_sum, sort_by_expert, spread
 from lf_graph.kernels import grouped_experts, grouped_gemm

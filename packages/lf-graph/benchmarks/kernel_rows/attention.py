@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
-from kernels import REFERENCE, Call, Group, KernelRow, as_float64, backward, compiled, forward
+from kernel_rows import REFERENCE, Call, Group, KernelRow, as_float64, backward, compiled, forward
 from lf_graph.kernels import attention, attention_lengths, varlen_attention
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from kernels import REFERENCE, Group, KernelRow, as_float64, compiled, forward_backward
+from kernel_rows import REFERENCE, Group, KernelRow, as_float64, compiled, forward_backward
 from lf_graph.kernels import gelu_tanh, swiglu
 
 
