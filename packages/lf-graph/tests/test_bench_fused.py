@@ -50,7 +50,11 @@ def test_fused_experts_are_the_grouped_ones(bench: Any) -> None:
 
 
 @pytest.mark.parametrize("name", ["lm", "moe"])
-def test_every_fused_row_trains_as_the_plain_one(bench: Any, name: str) -> None:
+def test_every_fused_row_trains_as_the_plain_one(
+    bench: Any, name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # as outside of the tests: kernels in Triton's interpreter, which they are tested in, take a minute here
+    monkeypatch.setattr(importlib.import_module("lf_graph.kernels._choice"), "_INTERPRETED", False)
     fused, ours = importlib.import_module("fused"), importlib.import_module("ours")
     workload = bench.workloads.workloads(tiny=True)[name][-1]
     effort = bench.measure.Effort(windows=1, window_steps=1, through_steps=1, profiled=False)
