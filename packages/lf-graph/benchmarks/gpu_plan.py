@@ -106,10 +106,12 @@ def main() -> None:
             for command in commands:
                 print(f"  {command.seconds:4d} s  {command.script} {' '.join(command.arguments)}")
         return
+    wanted = [c for c in CALLS[args.call] if not args.only or c.out in args.only.split(",")]
+    if not wanted:
+        raise SystemExit(f"--only {args.only}: {args.call} has {', '.join(c.out for c in CALLS[args.call])}")
     args.out.mkdir(parents=True, exist_ok=True)
-    for command in CALLS[args.call]:
-        if not args.only or command.out in args.only.split(","):
-            run(command, args.out)
+    for command in wanted:
+        run(command, args.out)
 
 
 if __name__ == "__main__":
