@@ -197,7 +197,7 @@ def test_the_fastest_implementation_that_is_right_is_chosen() -> None:
     assert alternative_of(choice, KEY) == "library"
     rejected = {choice.alternatives[t.config["alternative"]]: t.rejected for t in report.tuned[0].rejected}
     assert rejected["wrong"].startswith("wrong: output 0")
-    assert rejected["absent"] == "does not run: NotImplementedError: absent does not exist here"
+    assert rejected["absent"] == "does not run: KernelUnavailableError: absent does not exist here"
 
 
 def test_a_choice_inside_a_search_may_tune_its_own_kernel() -> None:

@@ -134,3 +134,8 @@ def test_exporting_keeps_what_was_shipped_and_not_measured_now(tmp_path: Path) -
 
     table = parse((tmp_path / "cpu.json").read_text())
     assert {k for _, k in table.entries} == {KEY, ("older",)}
+
+
+def test_the_command_names_a_module_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--import", "no_such_module_here", "--list"]) == 1
+    assert "dotted name of a module: No module named 'no_such_module_here'" in capsys.readouterr().err

@@ -137,12 +137,15 @@ def test_a_damaged_file_is_reported_and_replaced(content: str) -> None:
 
 
 def test_a_table_of_another_card_is_not_used() -> None:
+    kernel = register(tunable(FAST))
     path = Path(tune.stats().path)
     path.parent.mkdir(parents=True)
     path.write_text(dump(Table(OTHER_CARD)))
 
     with pytest.warns(tune.TuneCacheWarning, match="was measured on"):
         _state.use()
+    assert config_of(kernel, KEY) == DEFAULT
+    assert str(path) in tune.stats().problems[0]
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")

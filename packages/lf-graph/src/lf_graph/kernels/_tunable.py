@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._choice import KernelUnavailableError
+
 Key = tuple[int | str | bool, ...]
 """What a choice depends on: dtypes by name, head size, length bucket... never a tensor."""
 
@@ -144,7 +146,7 @@ class Choice:
         def run(config: Config) -> tuple[Tensor, ...]:
             name = self.alternatives[config["alternative"]]
             if name not in calls:
-                raise NotImplementedError(f"{name} does not exist here")
+                raise KernelUnavailableError(f"{name} does not exist here")
             return calls[name]()
 
         return Problem(run, reference, tolerance)

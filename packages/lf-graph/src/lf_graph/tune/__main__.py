@@ -82,9 +82,13 @@ def export(now: State, folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 if a search failed, a default was rejected or there is no GPU."""
+    """The command; 1 if a search failed, a default was rejected, a module is missing or there is no GPU."""
     args = arguments(argv)
-    load_kernels(args.imports)
+    try:
+        load_kernels(args.imports)
+    except ModuleNotFoundError as e:
+        print(f"lf_graph.tune: --import takes the dotted name of a module: {e}", file=sys.stderr)
+        return 1
     now = use(args.dir) if args.dir else state()
     if args.list or args.show:
         print(listing(now) if args.list else showing(now, args.match))
