@@ -129,7 +129,7 @@ def flip_in_extent(path: Path, tensor: str) -> int:
     """Damage the data of a tensor; returns the file offset."""
     data = bytearray(path.read_bytes())
     body = json.loads((path.parent / "MANIFEST").read_bytes())["body"]
-    first = next(t["extents"][1] for t in body["tensors"] if t["name"] == tensor)
+    first = next(t["shards"][0]["extents"][1] for t in body["tensors"] if t["name"] == tensor)
     trailer = format.parse_trailer(bytes(data[-128:]), len(data), str(path))
     index = format.parse_index(bytes(data[trailer.index_offset : -128]), trailer, str(path))
     at = index[first].place + index[first].stored_bytes // 2
@@ -198,6 +198,12 @@ def first_tensor(**changes: Any) -> Callable[[dict[str, Any]], None]:
     return lambda body: body["tensors"][0].update(changes)
 
 
+def first_shards(*shards: tuple[list[int], list[int], list[int]]) -> Callable[[dict[str, Any]], None]:
+    """Shards (offsets, shape, extents) of the first tensor, which has 9,000 elements."""
+    keys = ("offsets", "shape", "extents")
+    return first_tensor(shards=[dict(zip(keys, shard, strict=True)) for shard in shards])
+
+
 HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "file name climbs": lambda b: b["files"][0].update(name="../../../etc/passwd"),
     "file name absolute": lambda b: b["files"][0].update(name="/etc/passwd"),
@@ -211,9 +217,24 @@ HOSTILE: dict[str, Callable[[dict[str, Any]], None]] = {
     "many dimensions": first_tensor(shape=[1] * 5000),
     "unknown dtype": first_tensor(dtype="F7"),
     "other dtype": first_tensor(dtype="F64"),
-    "extents outside": first_tensor(extents=[0, 10**9, 1]),
-    "extents of another": first_tensor(extents=[0, 1, 1]),
-    "no such file": first_tensor(extents=[7, 0, 1]),
+    "extents outside": first_shards(([0], [9000], [0, 10**9, 1])),
+    "extents of another": first_shards(([0], [9000], [0, 1, 1])),
+    "no such file": first_shards(([0], [9000], [7, 0, 1])),
+    "no shards": first_shards(),
+    "shard outside": first_shards(([9000], [9000], [0, 0, 1])),
+    "shard too long": first_shards(([0], [9001], [0, 0, 1])),
+    "shard of other dimensions": first_shards(([0, 0], [9000, 1], [0, 0, 1])),
+    "shards leave a hole": first_shards(([0], [10], [0, 0, 1]), ([11], [8989], [0, 1, 0])),
+    "shards overlap": first_shards(([0], [10], [0, 0, 1]), ([9], [8991], [0, 1, 0])),
+    "shard twice": first_shards(([0], [9000], [0, 0, 1]), ([0], [9000], [0, 1, 0])),
+    "empty shard beside the whole": first_shards(([0], [9000], [0, 0, 1]), ([5], [0], [0, 1, 0])),
+    "shards share an extent": first_shards(([0], [4500], [0, 0, 1]), ([4500], [4500], [0, 0, 1])),
+    "negative offset": first_shards(([-1], [9001], [0, 0, 1])),
+    "offsets are text": first_tensor(shards=[{"offsets": "0", "shape": [9000], "extents": [0, 0, 1]}]),
+    "shards is a number": first_tensor(shards=3),
+    "extents left over": lambda b: b["files"][0].update(extents=b["files"][0]["extents"] + 1),
+    "a file of another rank": lambda b: b["files"][0].update(name="rank-1.lfckpt"),
+    "a file that is not there": lambda b: b["files"].append({**b["files"][0], "name": "rank-1.lfckpt"}),
     "two of a name": lambda b: b["tensors"].append(b["tensors"][0]),
     "alias to nothing": lambda b: b.update(aliases={"x": "nothing"}),
     "alias of itself": lambda b: b.update(aliases={"x": "x"}),

@@ -23,6 +23,7 @@ from lf_ckpt import codec
 from lf_ckpt.jsonio import canonical, decode_item, encode_item, parse_canonical
 
 Record = tuple[tuple[Any, ...], bytes]
+SIZES = {"F32": 4, "BF16": 2, "I64": 8}
 
 
 def read_by_the_spec(store: Path, folder: str) -> dict[str, bytes]:
@@ -31,18 +32,26 @@ def read_by_the_spec(store: Path, folder: str) -> dict[str, bytes]:
     body = document["body"]
     text = json.dumps(body, sort_keys=True, separators=(",", ":"))
     assert hashlib.sha256(text.encode()).hexdigest() == document["root"]
-    base = None if body["parent"] is None else records(store, body["parent"]["folder"])
-    own = records(store, folder)
+    names = [file["name"] for file in body["files"]]
+    own = [records(store / "steps" / folder / name) for name in names]
+    base: list[list[Record] | None] = [None] * len(names)
+    if body["parent"] is not None:
+        base = [records(store / "steps" / body["parent"]["folder"] / name) for name in names]
     tensors = {}
     for tensor in body["tensors"]:
-        _, first, count = tensor["extents"]
-        tensors[tensor["name"]] = b"".join(extent(own[first + i], base) for i in range(count))
+        whole = np.zeros((*tensor["shape"], SIZES[tensor["dtype"]]), np.uint8)
+        for shard in tensor["shards"]:
+            file, first, count = shard["extents"]
+            data = b"".join(extent(own[file][first + i], base[file]) for i in range(count))
+            at = tuple(slice(o, o + n) for o, n in zip(shard["offsets"], shard["shape"], strict=True))
+            whole[at] = np.frombuffer(data, np.uint8).reshape(whole[at].shape)
+        tensors[tensor["name"]] = whole.tobytes()
     return tensors | {alias: tensors[name] for alias, name in body["aliases"].items()}
 
 
-def records(store: Path, folder: str) -> list[Record]:
+def records(path: Path) -> list[Record]:
     """(record, file) of every extent."""
-    file = next((store / "steps" / folder).glob("rank-0.lfckpt")).read_bytes()
+    file = path.read_bytes()
     magic, at, length, count, size = struct.unpack_from("<8sQQQQ", file, len(file) - 128)
     assert (magic, size) == (b"\x89LFCEND\n", len(file))
     assert xxhash.xxh3_64_intdigest(file[-128:-8]) == struct.unpack("<Q", file[-8:])[0]

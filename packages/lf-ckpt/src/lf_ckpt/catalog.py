@@ -3,7 +3,7 @@
 store/FORMAT                     {"format": "lfckpt-store", "store": id, "version": [1, 0]}
 store/LOCK                       owner of the writer
 store/HEAD                       folder of the newest step; a hint for people, readers do not trust it
-store/steps/<step>/rank-0.lfckpt
+store/steps/<step>/rank-<r>.lfckpt  one per rank that wrote the step
 store/steps/<step>/MANIFEST      present = committed
 store/steps/<step>.<n>/          the same step saved again
 """

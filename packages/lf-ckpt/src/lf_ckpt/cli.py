@@ -103,7 +103,7 @@ def _show(catalog: Catalog, arguments: argparse.Namespace) -> int:
     folder = _chosen(catalog, arguments.step)[-1]
     with StepReader(catalog.files, catalog.steps, folder) as reader:
         m = reader.manifest
-        rows = [_stream_row(reader, entry) for _, entry in m.streams()]
+        rows = [_entry_row(reader, entry) for entry in m.entries]
     if arguments.json:
         head = {"step": m.step, "folder": folder, "kind": reader.kind, "root": m.root, "versions": m.versions}
         print(json.dumps({**head, "streams": rows, "aliases": m.aliases, "items": m.items}, default=repr))
@@ -112,7 +112,8 @@ def _show(catalog: Catalog, arguments: argparse.Namespace) -> int:
     for row in rows:
         codecs = " ".join(f"{name} x{count}" for name, count in row["codecs"].items()) or "empty"
         sizes = f"{row['raw_bytes']} -> {row['stored_bytes']} B"
-        print(f"  {row['name']}  {row['dtype']}{row['shape']}  {sizes}  {codecs}")
+        split = f" in {row['shards']} shards" if row["shards"] > 1 else ""
+        print(f"  {row['name']}  {row['dtype']}{row['shape']}{split}  {sizes}  {codecs}")
     for alias, name in m.aliases.items():
         print(f"  {alias}  = {name}")
     for name, value in m.items.items():
@@ -121,13 +122,15 @@ def _show(catalog: Catalog, arguments: argparse.Namespace) -> int:
     return GOOD
 
 
-def _stream_row(reader: StepReader, entry: TensorEntry | BlobEntry) -> dict[str, Any]:
-    extents = [extent for _, _, extent in reader.extents_of(entry)]
+def _entry_row(reader: StepReader, entry: TensorEntry | BlobEntry) -> dict[str, Any]:
     tensor = entry if isinstance(entry, TensorEntry) else None
+    runs = entry.runs()
+    extents = [extent for placed, _ in runs for _, _, extent in reader.extents_of(placed)]
     return {
         "name": entry.name,
         "dtype": tensor.dtype if tensor else "bytes",
         "shape": list(tensor.shape) if tensor else [entry.nbytes],
+        "shards": len(runs),
         "raw_bytes": entry.nbytes,
         "stored_bytes": sum(extent.stored_bytes for extent in extents),
         "codecs": dict(Counter(CODEC_NAMES[extent.codec] for extent in extents)),

@@ -11,11 +11,12 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 import torch
 
+from .boxes import Box
 from .codec import Bytes
 from .dtypes import dtype_of
 from .errors import CorruptError, MismatchError
 from .format import EXTENT_BYTES, SAME, Extent
-from .manifest import BlobEntry, Manifest, TensorEntry
+from .manifest import BlobEntry, Manifest, Placed, Shard, TensorEntry, data_file_name
 from .reader import OpenFile, StepReader, new_scratch
 from .report import Loaded, LoadReport
 from .staging import copy_range
@@ -85,28 +86,33 @@ class _Work:
         self.reader, self.pool, self.verify = reader, pool, verify
         self.bytes_read = 0
 
-    def each(self, entry: TensorEntry | BlobEntry, job: Callable[[OpenFile, int, Extent], None]) -> None:
+    def each(self, placed: Placed, nbytes: int, job: Callable[[OpenFile, int, Extent], None]) -> None:
         """Run `job` for every extent of a stream; the first error is raised after the others have stopped."""
-        self.bytes_read += entry.nbytes
-        _drain(self.pool.map(lambda extent: job(*extent), self.reader.extents_of(entry)))
+        self.bytes_read += nbytes
+        _drain(self.pool.map(lambda extent: job(*extent), self.reader.extents_of(placed)))
 
-    def fill(self, entry: TensorEntry | BlobEntry, out: Bytes) -> None:
+    def fill(self, name: str, placed: Placed, out: Bytes) -> None:
         """Decode a stream into `out`, (nbytes,) uint8."""
 
         def job(file: OpenFile, number: int, extent: Extent) -> None:
             view = out[extent.start : extent.start + extent.raw_bytes]
-            self.reader.read(file, number, view, _scratch()[0], entry.name, verify=self.verify)
+            self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
 
-        self.each(entry, job)
+        self.each(placed, out.size, job)
 
     def fill_tensor(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Decode a stream into a tensor of any stride and device."""
+        """Decode every shard into its place in a tensor of any stride and device."""
+        for shard in entry.shards:
+            self._fill_shard(entry, shard, _view(tensor, shard.box))
+
+    def _fill_shard(self, entry: TensorEntry, shard: Shard, tensor: torch.Tensor) -> None:
+        """Decode a shard into `tensor`, the view of its box."""
         if (
             tensor.device.type == "cpu"
             and tensor.is_contiguous()
             and not (tensor.is_conj() or tensor.is_neg())
         ):
-            self.fill(entry, _flat_bytes(tensor))
+            self.fill(entry.name, shard.placed, _flat_bytes(tensor))
             return
 
         def job(file: OpenFile, number: int, extent: Extent) -> None:
@@ -116,18 +122,19 @@ class _Work:
             flat = torch.from_numpy(view).view(tensor.dtype)
             copy_range(flat, tensor, extent.start // tensor.element_size(), back=True)
 
-        self.each(entry, job)
+        self.each(shard.placed, entry.nbytes_of(shard), job)
 
     def blob(self, entry: BlobEntry) -> bytes:
         """A bytes item."""
         out = np.empty(entry.nbytes, np.uint8)
-        self.fill(entry, out)
+        self.fill(entry.name, entry.placed, out)
         return out.tobytes()
 
-    def precheck(self, names: Iterable[TensorEntry | BlobEntry]) -> None:
-        """Hash all stored bytes of these streams."""
-        for entry in names:
-            self.each(entry, lambda file, n, _, e=entry: self._check(file, n, e.name))  # type: ignore[misc]
+    def precheck(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
+        """Hash all stored bytes of these tensors and items."""
+        for entry in entries:
+            for placed, nbytes in entry.runs():
+                self.each(placed, nbytes, lambda file, n, _, e=entry: self._check(file, n, e.name))  # type: ignore[misc]
 
     def _check(self, file: OpenFile, number: int, name: str) -> None:
         self.reader.check(file, number, _scratch()[0], name)
@@ -159,9 +166,9 @@ def verify_step(reader: StepReader) -> int:
     """Decode and hash every byte of a step and check its padding; returns raw bytes checked. CorruptError if bad."""
     scratch, out = new_scratch(), new_scratch()
     total = 0
-    for _, entry in reader.manifest.streams():
-        for file, number, extent in reader.extents_of(entry):
-            reader.read(file, number, out[: extent.raw_bytes], scratch, entry.name, verify=True)
+    for stream in reader.manifest.streams():
+        for file, number, extent in reader.extents_of(stream.placed):
+            reader.read(file, number, out[: extent.raw_bytes], scratch, stream.name, verify=True)
             total += extent.raw_bytes
     reader.check_unused()
     return total
@@ -172,12 +179,16 @@ def describe(error: BaseException) -> str:
     return str(error) if isinstance(error, CorruptError) else f"{type(error).__name__}: {error}"
 
 
-def verified_base(reader: StepReader, store_id: str) -> Base | None:
-    """What of a step that was read and verified in full can serve as base: its own extents, or those it refers to."""
+def verified_base(reader: StepReader, store_id: str, rank: int = 0) -> Base | None:
+    """What of a step that was read and verified in full can serve as base of a rank: the extents of the file of its
+    name, or those that file refers to. None when there is no such file, or the step is of another store.
+    """
     manifest = reader.manifest
-    if manifest.store != store_id or len(manifest.files) != 1:
+    name = data_file_name(rank)
+    at = next((i for i, file in enumerate(manifest.files) if file.name == name), None)
+    if manifest.store != store_id or at is None:
         return None
-    extents = reader.data[0].extents
+    extents = reader.data[at].extents
     if manifest.parent is None:
         return Base(manifest.folder, manifest.root, {e.raw_hash: number for number, e in enumerate(extents)})
     return Base(
@@ -189,6 +200,13 @@ def verified_base(reader: StepReader, store_id: str) -> Base | None:
 
 def _same_kind(entry: TensorEntry, tensor: torch.Tensor) -> bool:
     return entry.shape == tuple(tensor.shape) and dtype_of(entry.dtype) == tensor.dtype
+
+
+def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
+    """The elements of a box, sharing memory."""
+    for dim, (at, length) in enumerate(zip(*box, strict=True)):
+        tensor = tensor.narrow(dim, at, length)
+    return tensor
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes:

@@ -11,8 +11,9 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, TypeGuard
+from typing import Any, Final, NamedTuple, TypeGuard
 
+from .boxes import Box, cover_problem, whole
 from .dtypes import ITEM_SIZE
 from .errors import CorruptError
 from .jsonio import Json, canonical, decode_item, encode_item, parse_canonical
@@ -45,18 +46,39 @@ class Placed:
 
 
 @dataclass(frozen=True)
+class Shard:
+    """A box of a tensor and where its row-major bytes are."""
+
+    box: Box
+    placed: Placed
+
+
+@dataclass(frozen=True)
 class TensorEntry:
-    """A tensor by name: dtype name, shape, and where its row-major bytes are."""
+    """A tensor by name: dtype name, global shape, and the shards that hold every element of it once."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
-    placed: Placed
+    shards: tuple[Shard, ...]
 
     @property
     def nbytes(self) -> int:
         """Raw bytes."""
         return math.prod(self.shape) * ITEM_SIZE[self.dtype]
+
+    def nbytes_of(self, shard: Shard) -> int:
+        """Raw bytes of a shard."""
+        return shard.box.volume * ITEM_SIZE[self.dtype]
+
+    def runs(self) -> list[tuple[Placed, int]]:
+        """(place, raw bytes) of every shard."""
+        return [(shard.placed, self.nbytes_of(shard)) for shard in self.shards]
+
+
+def unsharded(name: str, dtype: str, shape: tuple[int, ...], placed: Placed) -> TensorEntry:
+    """A tensor that one file holds in one piece."""
+    return TensorEntry(name, dtype, shape, (Shard(whole(shape), placed),))
 
 
 @dataclass(frozen=True)
@@ -66,6 +88,23 @@ class BlobEntry:
     name: str
     nbytes: int
     placed: Placed
+
+    def runs(self) -> list[tuple[Placed, int]]:
+        """(place, raw bytes), as for a tensor of one shard."""
+        return [(self.placed, self.nbytes)]
+
+
+class StoredStream(NamedTuple):
+    """A run of bytes in one file: a shard or a bytes item. `number` is that of its index records, counted per file.
+
+    key: equal for the streams of two steps that hold the same part of the same tensor or item (the parent of a delta).
+    """
+
+    name: str
+    number: int
+    nbytes: int
+    placed: Placed
+    key: tuple[object, ...]
 
 
 @dataclass(frozen=True)
@@ -93,14 +132,22 @@ class Manifest:
     versions: dict[str, str]
     root: str = field(default="", compare=False)
 
-    def streams(self) -> Iterator[tuple[int, TensorEntry | BlobEntry]]:
-        """Streams by number: tensors in their order, then bytes items."""
-        return enumerate((*self.tensors, *self.blobs))
+    @property
+    def entries(self) -> list[TensorEntry | BlobEntry]:
+        """Tensors, then bytes items."""
+        return [*self.tensors, *self.blobs]
+
+    def streams(self) -> Iterator[StoredStream]:
+        """Every stream, in the order that numbers them: shards of the tensors, then bytes items."""
+        numbers = [0] * len(self.files)
+        for name, nbytes, placed, key in _runs(self):
+            yield StoredStream(name, numbers[placed.file], nbytes, placed, key)
+            numbers[placed.file] += 1
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of all tensors and bytes items, aliases counted once."""
-        return sum(entry.nbytes for _, entry in self.streams())
+        return sum(entry.nbytes for entry in self.entries)
 
 
 def parse_folder(name: str) -> tuple[int, int] | None:
@@ -114,9 +161,20 @@ def folder_name(step: int, attempt: int) -> str:
     return f"{step}.{attempt}" if attempt else str(step)
 
 
+def data_file_name(rank: int) -> str:
+    """Name of the data file of a rank."""
+    return f"rank-{rank}.lfckpt"
+
+
+def rank_of(name: str) -> int | None:
+    """Inverse of `data_file_name`; None for any other name."""
+    found = _FILE_NAME.fullmatch(name)
+    return int(found[1]) if found else None
+
+
 def is_data_file(name: str) -> bool:
     """Whether a file name is that of a rank's data file."""
-    return _FILE_NAME.fullmatch(name) is not None
+    return rank_of(name) is not None
 
 
 def dump(manifest: Manifest) -> tuple[bytes, str]:
@@ -158,7 +216,12 @@ def _body(m: Manifest) -> dict[str, Json]:
         "parent": parent,
         "files": [vars(f) for f in m.files],
         "tensors": [
-            {"name": t.name, "dtype": t.dtype, "shape": list(t.shape), "extents": _triple(t.placed)}
+            {
+                "name": t.name,
+                "dtype": t.dtype,
+                "shape": list(t.shape),
+                "shards": [_shard(s) for s in t.shards],
+            }
             for t in m.tensors
         ],
         "aliases": m.aliases,
@@ -170,6 +233,21 @@ def _body(m: Manifest) -> dict[str, Json]:
 
 def _triple(placed: Placed) -> list[int]:
     return [placed.file, placed.first, placed.count]
+
+
+def _shard(shard: Shard) -> dict[str, Json]:
+    box = shard.box
+    return {"offsets": list(box.offsets), "shape": list(box.shape), "extents": _triple(shard.placed)}
+
+
+def _runs(m: Manifest) -> Iterator[tuple[str, int, Placed, tuple[object, ...]]]:
+    """(name, bytes, place, key) of every stream in manifest order."""
+    for tensor in m.tensors:
+        for shard in tensor.shards:
+            key = (tensor.name, tensor.dtype, tensor.shape, *shard.box)
+            yield tensor.name, tensor.nbytes_of(shard), shard.placed, key
+    for blob in m.blobs:
+        yield blob.name, blob.nbytes, blob.placed, (blob.name,)
 
 
 def _manifest(body: dict[str, Any], root: str) -> Manifest:
@@ -196,7 +274,18 @@ def _manifest(body: dict[str, Any], root: str) -> Manifest:
         root=root,
     )
     _check_names(manifest)
+    _check_extents(manifest)
     return manifest
+
+
+def _check_extents(m: Manifest) -> None:
+    """The streams of a file take all its extents, one after another."""
+    taken = [0] * len(m.files)
+    for stream in m.streams():
+        file, first, count = stream.placed.file, stream.placed.first, stream.placed.count
+        _require(first == taken[file], f"extents of {stream.name[:40]!r} do not follow those before")
+        taken[file] += count
+    _require(taken == [f.extents for f in m.files], "extents of a file belong to nothing")
 
 
 def _check_names(m: Manifest) -> None:
@@ -220,8 +309,14 @@ def _tensor(value: dict[str, Any], files: Sequence[DataFile]) -> TensorEntry:
     name, dtype, shape = _text(value["name"]), _text(value["dtype"]), value["shape"]
     _require(dtype in ITEM_SIZE, f"dtype {dtype[:20]!r}")
     _require(isinstance(shape, list) and len(shape) <= 64, "shape")
-    entry = TensorEntry(name, dtype, tuple(_count(n) for n in shape), _placed(value["extents"], files))
+    shards = tuple(
+        Shard(Box(_counts(s["offsets"]), _counts(s["shape"])), _placed(s["extents"], files))
+        for s in value["shards"]
+    )
+    entry = TensorEntry(name, dtype, _counts(shape), shards)
     _require(entry.nbytes < 1 << 63, "tensor too large")
+    problem = cover_problem(entry.shape, [shard.box for shard in shards])
+    _require(problem is None, f"{name[:40]!r}: {problem}")
     return entry
 
 
@@ -239,6 +334,10 @@ def _folder(value: Any) -> str:
 def _hex(value: Any, length: int) -> str:
     _require(len(_text(value)) == length and _HEX.fullmatch(value) is not None, "hash")
     return str(value)
+
+
+def _counts(values: Any) -> tuple[int, ...]:
+    return tuple(_count(n) for n in values)
 
 
 def _count(value: Any) -> int:

@@ -28,7 +28,7 @@ from .format import (
     parse_index,
     parse_trailer,
 )
-from .manifest import MANIFEST_LIMIT, BlobEntry, DataFile, Manifest, TensorEntry, parse
+from .manifest import MANIFEST_LIMIT, DataFile, Manifest, Placed, parse, rank_of
 
 MANIFEST = "MANIFEST"
 
@@ -54,6 +54,7 @@ class OpenFile:
     fd: int
     trailer: Trailer
     extents: list[Extent]
+    base: OpenFile | None = None  # the base's file of the same name, when this step is a delta
 
     def stored(self, number: int, scratch: Bytes, name: str) -> Bytes:
         """The stored bytes of an extent, in `scratch`."""
@@ -91,7 +92,7 @@ class StepReader:
             self.manifest = read_manifest(files, steps, folder)
             self.path = os.path.join(steps, folder)
             self.data = [self._open(folder, self.manifest, file) for file in self.manifest.files]
-            self.base = self._open_base()
+            self._open_base()
             self._check_streams()
         except BaseException:
             self._stack.close()
@@ -110,10 +111,10 @@ class StepReader:
         """ "full" or "delta"."""
         return "full" if self.manifest.parent is None else "delta"
 
-    def extents_of(self, entry: TensorEntry | BlobEntry) -> Iterator[tuple[OpenFile, int, Extent]]:
-        """(file, number, extent) of a stream in order, references followed into the base."""
-        file = self.data[entry.placed.file]
-        for number in range(entry.placed.first, entry.placed.first + entry.placed.count):
+    def extents_of(self, placed: Placed) -> Iterator[tuple[OpenFile, int, Extent]]:
+        """(file, number, extent) of a stream in order."""
+        file = self.data[placed.file]
+        for number in range(placed.first, placed.first + placed.count):
             yield (file, number, file.extents[number])
 
     def read(
@@ -161,8 +162,8 @@ class StepReader:
         extent = file.extents[number]
         if extent.codec != SAME:
             return file, number
-        assert self.base is not None  # `_check_streams` refused references without a base
-        return self.base, extent.place
+        assert file.base is not None  # `_check_streams` refused references without a base
+        return file.base, extent.place
 
     def _open(self, folder: str, manifest: Manifest, entry: DataFile) -> OpenFile:
         path = os.path.join(self._steps, folder, entry.name)
@@ -180,6 +181,10 @@ class StepReader:
             raise CorruptError(
                 path, "file belongs to another step", expected=manifest.step, found=header.step
             )
+        place = (rank_of(entry.name), len(manifest.files))
+        if (header.rank, header.world) != place:
+            expected, found = f"rank {place[0]} of {place[1]}", f"rank {header.rank} of {header.world}"
+            raise CorruptError(path, "file is that of another rank", expected=expected, found=found)
         index = self._bytes(fd, trailer.index_bytes, trailer.index_offset)
         parent = None if manifest.parent is None else bytes.fromhex(manifest.parent.root)
         if trailer.parent_root not in (None, parent):
@@ -194,10 +199,11 @@ class StepReader:
         data = bytearray(max(count, 0))
         return bytes(data[: self._files.read(fd, memoryview(data), max(offset, 0))])
 
-    def _open_base(self) -> OpenFile | None:
+    def _open_base(self) -> None:
+        """Open the base's files beside those of the same name; other files of the base are not needed."""
         parent = self.manifest.parent
         if parent is None:
-            return None
+            return
         path = os.path.join(self._steps, parent.folder)
         try:
             manifest = read_manifest(self._files, self._steps, parent.folder)
@@ -205,31 +211,37 @@ class StepReader:
             raise CorruptError(path, f"base of step {self.manifest.step} is missing") from error
         if manifest.root != parent.root:
             raise CorruptError(path, "base is another save", expected=parent.root, found=manifest.root)
-        if manifest.parent is not None or len(manifest.files) != 1:
+        if manifest.parent is not None:
             raise CorruptError(path, "base is not a full step")
-        return self._open(parent.folder, manifest, manifest.files[0])
+        named = {file.name: file for file in manifest.files}
+        for file in self.data:
+            entry = named.get(os.path.basename(file.path))
+            if entry is not None:
+                file.base = self._open(parent.folder, manifest, entry)
 
     def _check_streams(self) -> None:
         """Every stream's extents are its own, in order, and add up to its size; references fit the base."""
-        for number, entry in self.manifest.streams():
+        for stream in self.manifest.streams():
             total = 0
-            for file, at, extent in self.extents_of(entry):
+            for file, at, extent in self.extents_of(stream.placed):
                 total += extent.raw_bytes
-                if extent.stream != number:
-                    raise CorruptError(file.path, "extent of another stream", tensor=entry.name, extent=at)
+                if extent.stream != stream.number:
+                    raise CorruptError(file.path, "extent of another stream", tensor=stream.name, extent=at)
                 if extent.codec == SAME:
-                    self._check_reference(file, at, entry.name)
-            if total != entry.nbytes:
+                    _check_reference(file, at, stream.name)
+            if total != stream.nbytes:
                 raise CorruptError(
-                    self.path, "extents do not add up", tensor=entry.name, expected=entry.nbytes, found=total
-                )
+                    self.path, "extents do not add up", tensor=stream.name, expected=stream.nbytes,
+                    found=total,
+                )  # fmt: skip
 
-    def _check_reference(self, file: OpenFile, at: int, name: str) -> None:
-        extent = file.extents[at]
-        known = self.base.extents if self.base else []
-        target = known[extent.place] if extent.place < len(known) else None
-        if target is None or (target.raw_bytes, target.raw_hash) != (extent.raw_bytes, extent.raw_hash):
-            raise CorruptError(file.path, "reference does not fit the base", tensor=name, extent=at)
+
+def _check_reference(file: OpenFile, at: int, name: str) -> None:
+    extent = file.extents[at]
+    known = file.base.extents if file.base else []
+    target = known[extent.place] if extent.place < len(known) else None
+    if target is None or (target.raw_bytes, target.raw_hash) != (extent.raw_bytes, extent.raw_hash):
+        raise CorruptError(file.path, "reference does not fit the base", tensor=name, extent=at)
 
 
 def new_scratch() -> Bytes:

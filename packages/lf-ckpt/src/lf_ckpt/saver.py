@@ -15,6 +15,7 @@ from .catalog import Catalog
 from .errors import CkptError
 from .format import ALIGN
 from .handle import SaveHandle
+from .manifest import data_file_name
 from .options import Options
 from .plan import Plan
 from .report import SaveReport
@@ -121,7 +122,7 @@ class Saver:
 
     def _open_files(self, folder: str, slab: Slab) -> tuple[int, int | None, str]:
         """The new data file, the same past the page cache, and how it will be written; no trace when that fails."""
-        files, path = self._catalog.files, os.path.join(folder, "rank-0.lfckpt")
+        files, path = self._catalog.files, os.path.join(folder, data_file_name(0))
         fd = None
         try:
             fd = files.create(path)

@@ -20,7 +20,7 @@ from .catalog import Catalog
 from .errors import CkptError, DiskFullError
 from .format import CODEC_NAMES, Header, align
 from .handle import SaveHandle
-from .manifest import BlobEntry, DataFile, Manifest, Parent, TensorEntry
+from .manifest import BlobEntry, DataFile, Manifest, Parent, unsharded
 from .plan import Plan
 from .report import SaveReport
 from .slab import Slab
@@ -130,7 +130,7 @@ def _manifest(job: SaveJob, writer: DataFileWriter, file: DataFile, store_id: st
         created=int(time.time()),
         parent=parent,
         files=(file,),
-        tensors=tuple(TensorEntry(s.name, s.dtype, s.shape, at) for s, at in placed if not s.is_item),
+        tensors=tuple(unsharded(s.name, s.dtype, s.shape, at) for s, at in placed if not s.is_item),
         aliases=job.plan.aliases,
         blobs=tuple(BlobEntry(s.name, s.nbytes, at) for s, at in placed if s.is_item),
         items=job.plan.items,

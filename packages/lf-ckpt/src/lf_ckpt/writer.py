@@ -29,7 +29,7 @@ from .format import (
     pack_index,
     pack_trailer,
 )
-from .manifest import DataFile, Placed
+from .manifest import DataFile, Placed, data_file_name
 from .plan import Chunk, Stream
 
 _ZEROS = bytes(ALIGN)
@@ -181,16 +181,16 @@ class DataFileWriter:
         digest = hash128(index)
         trailer = Trailer(self._place, len(index), len(self.extents), size, digest, parent)
         self.files.write(self.fd, [index, pack_trailer(trailer)], self._place)
-        return DataFile(f"rank-{self.header.rank}.lfckpt", size, len(self.extents), digest.hex())
+        return DataFile(data_file_name(self.header.rank), size, len(self.extents), digest.hex())
 
-    def placed(self) -> list[Placed]:
-        """Where each stream landed, by stream number."""
+    def placed(self, file: int = 0) -> list[Placed]:
+        """Where each stream landed, by stream number; `file` is the number of this file in the manifest."""
         counts = [0] * len(self.streams)
         for extent in self.extents:
             counts[extent.stream] += 1
         first, result = 0, []
         for count in counts:
-            result.append(Placed(0, first, count))
+            result.append(Placed(file, first, count))
             first += count
         return result
 
