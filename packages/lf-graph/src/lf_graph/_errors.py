@@ -83,6 +83,19 @@ class ClosedError(GraphError):
     """Use before the first capture, or after ``close()``: capture, or make a new object."""
 
 
+class OperandError(GraphError, TypeError):
+    """An operator, or a function over models, was given an object of another kind; the message names it.
+
+    Attributes:
+        operator: what was called.
+        name: the argument.
+    """
+
+    def __init__(self, operator: str, name: str, given: object, wanted: str) -> None:
+        self.operator, self.name = operator, name
+        super().__init__(f"{operator}: {name} is a {type(given).__name__}: give {wanted}")
+
+
 class NotTunedError(GraphError):
     """A kernel is not tuned yet, tuning at first use is on, and a capture cannot hold the benchmarks.
 

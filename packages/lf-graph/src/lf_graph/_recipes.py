@@ -70,8 +70,10 @@ def shard_block(
         reach the parameters of the block.
 
     Raises:
-        GraphError: the block has another layout, or ``eager`` names no part.
+        GraphError: the block is no module, or has another layout, or ``eager`` names no part.
     """
+    if not isinstance(block, nn.Module):
+        raise GraphError(f"the block is a {type(block).__name__}, not a torch.nn.Module")
     unknown = sorted(set(eager) - set(PARTS))
     if unknown:
         raise GraphError(f"no parts {unknown}; a block has {', '.join(PARTS)}")

@@ -1,5 +1,6 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
+from lf_graph._errors import OperandError
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
 from lf_graph.kernels._float8_module import Float8Linear, to_float8
 from lf_graph.kernels._transformers import UnsupportedAttentionError, register_attention
@@ -29,6 +30,7 @@ __all__ = [
     "Float8Linear",
     "Implementation",
     "KernelUnavailableError",
+    "OperandError",
     "UnsupportedAttentionError",
     "UseReport",
     "add_layer_norm",

@@ -3,9 +3,42 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from lf_graph._errors import OperandError
 from lf_graph.kernels._inputs import KERNEL_DTYPES
+
+
+def require_tensors(operator: str, **operands: object) -> None:
+    """Refuses an operand that is no tensor.
+
+    Raises:
+        OperandError: names it.
+    """
+    for name, operand in operands.items():
+        if not isinstance(operand, Tensor):
+            raise OperandError(operator, name, operand, "a tensor")
+
+
+def allow_tensors(operator: str, **operands: object) -> None:
+    """Refuses an optional operand that is neither a tensor nor None.
+
+    Raises:
+        OperandError: names it.
+    """
+    for name, operand in operands.items():
+        if operand is not None and not isinstance(operand, Tensor):
+            raise OperandError(operator, name, operand, "a tensor or None")
+
+
+def require_module(operator: str, name: str, given: object, kind: type[nn.Module] = nn.Module) -> None:
+    """Refuses what is no module of a kind.
+
+    Raises:
+        OperandError: names it.
+    """
+    if not isinstance(given, kind):
+        raise OperandError(operator, name, given, f"a torch.nn.{kind.__name__}")
 
 
 def require_floats(operator: str, **tensors: Tensor | None) -> None:

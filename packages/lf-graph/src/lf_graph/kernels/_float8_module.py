@@ -8,6 +8,7 @@ from typing import Self
 import torch
 from torch import Tensor, nn
 
+from lf_graph.kernels._checks import require_module
 from lf_graph.kernels.float8_linear import MULTIPLE, Scaling, float8_linear
 
 
@@ -25,8 +26,10 @@ class Float8Linear(nn.Linear):
         """The layer with the parameters of ``linear``, which it shares.
 
         Raises:
+            OperandError: it is no linear layer.
             ValueError: its sizes are no multiples of 16.
         """
+        require_module("Float8Linear", "linear", linear, nn.Linear)
         if not fits(linear):
             raise ValueError(
                 f"Float8Linear: {linear.in_features} x {linear.out_features}: 8-bit products want multiples of "
@@ -70,9 +73,11 @@ def to_float8(
         Names of the swapped layers.
 
     Raises:
+        OperandError: the model is no module.
         ValueError: the model itself is such a layer (use ``Float8Linear.of``), a chosen layer has hooks, which the swap
             would lose, or an unknown scaling. Nothing is swapped then.
     """
+    require_module("to_float8", "model", model)
     if scaling not in ("tensor", "row"):
         raise ValueError(f"to_float8: scaling={scaling!r}: tensor or row")
     if type(model) is nn.Linear:

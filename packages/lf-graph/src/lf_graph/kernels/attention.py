@@ -17,6 +17,7 @@ from lf_graph.kernels import _attention_choice as choice
 from lf_graph.kernels import _attention_ways as ways
 from lf_graph.kernels._attention_layout import Layout
 from lf_graph.kernels._attention_plain import plain
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError, count
 from lf_graph.kernels._inputs import runs_on_triton
 
@@ -130,6 +131,7 @@ def attention(
         TypeError, ValueError: as there; or lengths of the other kind of rows.
         KernelUnavailableError: the implementation asked for cannot compute this call; the message says why.
     """
+    require_tensors("attention", q=q)
     if q.dim() == 3:
         if cu_seqlens_q is None or lengths_q is not None or lengths_k is not None:
             raise ValueError(
@@ -159,6 +161,8 @@ def _packed(
     scale: float | None,
 ) -> tuple[Operands, Layout]:
     """Checked arguments on packed rows."""
+    require_tensors(operator, q=q, k=k, v=v, cu_seqlens_q=cu_q)
+    allow_tensors(operator, cu_seqlens_k=cu_k)
     cu_k = cu_q if cu_k is None else cu_k
     operands = _autocast(q, k, v)
     _check_operands(operator, *operands, 3)
@@ -182,6 +186,8 @@ def _padded(
     scale: float | None,
 ) -> tuple[Operands, Layout]:
     """Checked arguments on padded rows."""
+    require_tensors(operator, q=q, k=k, v=v)
+    allow_tensors(operator, lengths_q=lengths_q, lengths_k=lengths_k)
     operands = _autocast(q, k, v)
     _check_operands(operator, *operands, 4)
     if lengths_k is None and q.shape[1] == k.shape[1]:

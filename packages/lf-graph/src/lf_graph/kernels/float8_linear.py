@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import no_autocast, triton_computes
 
@@ -58,6 +59,8 @@ def float8_linear(
         TypeError: x is not bfloat16, and there is no bfloat16 autocast.
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
+    require_tensors("float8_linear", x=x, weight=weight)
+    allow_tensors("float8_linear", bias=bias)
     x = _in_bfloat16(x)
     _check(x, weight, bias, scaling)
     of = _parts(implementation, x)

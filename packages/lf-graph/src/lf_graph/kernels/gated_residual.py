@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from lf_graph.kernels._checks import of_sample, require_floats, require_shape, wide
+from lf_graph.kernels._checks import of_sample, require_floats, require_shape, require_tensors, wide
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 
@@ -30,6 +30,7 @@ def gated_residual(x: Tensor, y: Tensor, gate: Tensor, *, implementation: Implem
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
     name = "gated_residual"
+    require_tensors(name, x=x, y=y, gate=gate)
     if x.dim() < 2:
         raise ValueError(f"{name}: x is {list(x.shape)}: [batch, ..., width] is expected")
     require_floats(name, x=x, y=y, gate=gate)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton, widened
 from lf_graph.kernels._philox import draw_seed, keep_mask, scale_of
@@ -61,6 +62,8 @@ def gelu_tanh(
 
 
 def _check(x: Tensor, bias: Tensor | None, p: float, seed: Tensor | None) -> None:
+    require_tensors("gelu_tanh", x=x)
+    allow_tensors("gelu_tanh", bias=bias, seed=seed)
     if not x.ndim:
         raise ValueError("gelu_tanh: x has no dimension; give [..., C]")
     if bias is not None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._checks import require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import no_autocast, runs_on_triton
 from lf_graph.kernels.grouped_gemm import (
@@ -56,6 +57,16 @@ def grouped_experts(
     Raises:
         ValueError, TypeError, KernelUnavailableError: as :func:`grouped_gemm`.
     """
+    require_tensors(
+        "grouped_experts",
+        x=x,
+        gate_up=gate_up,
+        down=down,
+        weight=weight,
+        offsets=offsets,
+        tokens=tokens,
+        rows=rows,
+    )
     x, gate_up, down = autocast(x, gate_up, down)
     _check(x, gate_up, down, weight, offsets, tokens, rows)
     triton = runs_on_triton("grouped_experts", implementation, x)

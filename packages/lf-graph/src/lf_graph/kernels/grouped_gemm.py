@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import no_autocast, runs_on_triton, widened
 
@@ -48,6 +49,8 @@ def grouped_gemm(
         TypeError: dtypes that do not fit.
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
+    require_tensors("grouped_gemm", x=x, weights=weights, offsets=offsets)
+    allow_tensors("grouped_gemm", tokens=tokens, rows=rows)
     x, weights = autocast(x, weights)
     check_product(x, weights, offsets, tokens, rows)
     if tokens is not None and rows is None and x.requires_grad and torch.is_grad_enabled():

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from lf_graph._errors import GraphError
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError, use_triton
 from lf_graph.kernels._linear_cross_entropy_plain import Terms, plain_rows
 from lf_graph.kernels._matmul import add_product, product
@@ -78,6 +79,8 @@ def linear_cross_entropy(
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
         GraphError: in backward, with ``create_graph=True``.
     """
+    require_tensors(OPERATOR, hidden=hidden, weight=weight, targets=targets)
+    allow_tensors(OPERATOR, bias=bias)
     dtype = _product_dtype(hidden, weight, bias)
     _check_shapes(hidden, weight, targets, bias)
     _check_options(reduction, z_loss, label_smoothing, chunk)

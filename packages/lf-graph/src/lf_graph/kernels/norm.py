@@ -14,7 +14,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from lf_graph.kernels._checks import of_sample, output_dtype, require_floats, require_shape, wide
+from lf_graph.kernels._checks import (
+    allow_tensors,
+    of_sample,
+    output_dtype,
+    require_floats,
+    require_shape,
+    require_tensors,
+    wide,
+)
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 from lf_graph.kernels._rows import MAX_WIDTH
@@ -151,6 +159,7 @@ def _modulate(
     dtype: torch.dtype | None,
     implementation: Implementation,
 ) -> tuple[Tensor, Tensor]:
+    require_tensors(operator, x=x, shift=shift, scale=scale)
     if x.dim() < 2:
         raise ValueError(f"{operator}: x is {list(x.shape)}: [batch, ..., width] is expected")
     shift, scale = (of_sample(operator, label, t, x) for label, t in (("shift", shift), ("scale", scale)))
@@ -187,6 +196,10 @@ def _norm(
 def _check(
     operator: str, x: Tensor, residual: Tensor | None, weight: Tensor | None, bias: Tensor | None
 ) -> None:
+    require_tensors(operator, x=x)
+    allow_tensors(operator, residual=residual, weight=weight, bias=bias)
+    if operator.startswith("add_"):
+        require_tensors(operator, residual=residual)
     if x.dim() == 0:
         raise ValueError(f"{operator}: x has no dimension to normalise over: [..., width] is expected")
     require_floats(operator, x=x, residual=residual, weight=weight, bias=bias)

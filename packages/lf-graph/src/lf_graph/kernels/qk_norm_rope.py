@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lf_graph.kernels._checks import require_floats, require_shape, wide
+from lf_graph.kernels._checks import allow_tensors, require_floats, require_shape, require_tensors, wide
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 from lf_graph.kernels._rope_inputs import heads_next_to_width, require_heads, rotated, rows_of_tokens
@@ -48,6 +48,8 @@ def qk_norm_rope(
         ValueError: shapes, dtypes or devices that do not fit, or a table shorter than T without positions.
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
+    require_tensors(_NAME, q=q, k=k, q_weight=q_weight, k_weight=k_weight, cos=cos, sin=sin)
+    allow_tensors(_NAME, positions=positions)
     q, k = heads_next_to_width(_NAME, q, k, heads_dim)
     require_heads(_NAME, q, k, cos, sin, positions)
     require_floats(_NAME, q=q, q_weight=q_weight, k_weight=k_weight)

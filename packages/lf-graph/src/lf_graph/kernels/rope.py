@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton
 from lf_graph.kernels._rope_inputs import heads_next_to_width, require_heads, rotated, rows_of_tokens
@@ -47,6 +48,8 @@ def rope(
         ValueError: shapes, dtypes or devices that do not fit, or a table shorter than T without positions.
         KernelUnavailableError: ``implementation="triton"`` cannot run here.
     """
+    require_tensors(_NAME, q=q, k=k, cos=cos, sin=sin)
+    allow_tensors(_NAME, positions=positions)
     q, k = heads_next_to_width(_NAME, q, k, heads_dim)
     require_heads(_NAME, q, k, cos, sin, positions)
     if q.dim() == 3:
@@ -69,6 +72,7 @@ def packed_positions(cu_seqlens: Tensor, tokens: int) -> Tensor:
     Raises:
         ValueError: ``cu_seqlens`` is of another dtype or shape.
     """
+    require_tensors("packed_positions", cu_seqlens=cu_seqlens)
     if cu_seqlens.dtype not in (torch.int32, torch.int64) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
         raise ValueError(
             f"packed_positions: cu_seqlens is {cu_seqlens.dtype} {list(cu_seqlens.shape)}: "

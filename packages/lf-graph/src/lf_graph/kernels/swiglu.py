@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._inputs import runs_on_triton, widened
 
@@ -55,6 +56,8 @@ def swiglu(
 
 
 def _check(gate: Tensor, up: Tensor | None, weight: Tensor | None) -> None:
+    require_tensors("swiglu", gate=gate)
+    allow_tensors("swiglu", up=up, weight=weight)
     if up is None and (not gate.ndim or gate.shape[-1] % 2):
         raise ValueError(f"swiglu: {tuple(gate.shape)} does not hold gate and up; give [..., 2 F], or both")
     if up is not None and (up.shape != gate.shape or not gate.ndim):

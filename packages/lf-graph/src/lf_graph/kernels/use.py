@@ -9,6 +9,7 @@ from typing import Any
 
 from torch import nn
 
+from lf_graph.kernels._checks import require_module
 from lf_graph.kernels._choice import Implementation
 from lf_graph.kernels._fused_modules import FUSED, NormOutputs, in_place_of
 from lf_graph.kernels._recognise import Left, Recipe, Verdict, gated, gelu, guarded, norm
@@ -88,9 +89,11 @@ def use(
         What was exchanged and what was left, and the way back.
 
     Raises:
+        OperandError: the model is no module.
         ValueError: an unknown ``norm_outputs``.
         GraphError: ``attention=True``, and transformers is missing, or too old.
     """
+    require_module("use", "model", model)
     if norm_outputs not in ("same", "autocast"):
         raise ValueError(f"use: norm_outputs={norm_outputs!r}: same or autocast")
 
