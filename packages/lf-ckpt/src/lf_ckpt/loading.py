@@ -6,23 +6,26 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple, TypeVar
+from functools import partial
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import numpy as np
 import torch
 
-from .boxes import Box
+from .boxes import Box, relative, whole
 from .codec import Bytes
 from .dtypes import dtype_of
 from .errors import CorruptError, MismatchError
 from .format import EXTENT_BYTES, SAME, Extent
-from .manifest import BlobEntry, Manifest, Placed, Shard, TensorEntry, data_file_name
+from .manifest import BlobEntry, Manifest, TensorEntry, data_file_name
 from .reader import OpenFile, StepReader, new_scratch
 from .report import Loaded, LoadReport
 from .staging import copy_range
+from .windows import Needed, Window, needed, part_of, scatter, window_of
 from .writer import Base
 
 T = TypeVar("T")
+Found: TypeAlias = tuple[OpenFile, int, Extent]
 _local = threading.local()
 
 
@@ -86,55 +89,61 @@ class _Work:
         self.reader, self.pool, self.verify = reader, pool, verify
         self.bytes_read = 0
 
-    def each(self, placed: Placed, nbytes: int, job: Callable[[OpenFile, int, Extent], None]) -> None:
-        """Run `job` for every extent of a stream; the first error is raised after the others have stopped."""
-        self.bytes_read += nbytes
-        _drain(self.pool.map(lambda extent: job(*extent), self.reader.extents_of(placed)))
+    def each(self, extents: Iterable[Found], job: Callable[[OpenFile, int, Extent], None]) -> None:
+        """Run `job` for every extent; the first error is raised after the others have stopped."""
+        found = list(extents)
+        self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
+        _drain(self.pool.map(lambda extent: job(*extent), found))
 
-    def fill(self, name: str, placed: Placed, out: Bytes) -> None:
-        """Decode a stream into `out`, (nbytes,) uint8."""
+    def fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
+        """Decode a whole stream into `out`, (nbytes,) uint8."""
 
         def job(file: OpenFile, number: int, extent: Extent) -> None:
             view = out[extent.start : extent.start + extent.raw_bytes]
             self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
 
-        self.each(placed, out.size, job)
+        self.each(extents, job)
 
-    def fill_tensor(self, entry: TensorEntry, tensor: torch.Tensor) -> None:
-        """Decode every shard into its place in a tensor of any stride and device."""
-        for shard in entry.shards:
-            self._fill_shard(entry, shard, _view(tensor, shard.box))
+    def fill_window(self, entry: TensorEntry, window: Window) -> None:
+        """Decode what a part of a tensor, of any stride and device, holds."""
+        for part in needed(self.reader, entry, window.box):
+            if part.shared == part.shard.box:
+                place = part_of(window.local, relative(part.shared, window.box.offsets))
+                self._fill_shard(entry, part, place)
+            else:
+                self._decode(entry.name, part, window.local.dtype, partial(scatter, part.shard.box, window))
 
-    def _fill_shard(self, entry: TensorEntry, shard: Shard, tensor: torch.Tensor) -> None:
-        """Decode a shard into `tensor`, the view of its box."""
-        if (
-            tensor.device.type == "cpu"
-            and tensor.is_contiguous()
-            and not (tensor.is_conj() or tensor.is_neg())
-        ):
-            self.fill(entry.name, shard.placed, _flat_bytes(tensor))
-            return
+    def _fill_shard(self, entry: TensorEntry, part: Needed, place: torch.Tensor) -> None:
+        """Decode a whole shard into `place`."""
+        plain = place.device.type == "cpu" and not (place.is_conj() or place.is_neg())
+        if plain and place.is_contiguous():
+            self.fill(entry.name, part.extents, _flat_bytes(place))
+        else:
+            self._decode(entry.name, part, place.dtype, partial(_copy_back, place))
+
+    def _decode(
+        self, name: str, part: Needed, dtype: torch.dtype, put: Callable[[torch.Tensor, int], None]
+    ) -> None:
+        """Decode extents and `put` the elements of each with the number of the first in its shard."""
 
         def job(file: OpenFile, number: int, extent: Extent) -> None:
             scratch, decoded = _scratch()
             view = decoded[: extent.raw_bytes]
-            self.reader.read(file, number, view, scratch, entry.name, verify=self.verify)
-            flat = torch.from_numpy(view).view(tensor.dtype)
-            copy_range(flat, tensor, extent.start // tensor.element_size(), back=True)
+            self.reader.read(file, number, view, scratch, name, verify=self.verify)
+            flat = torch.from_numpy(view).view(dtype)
+            put(flat, extent.start // flat.element_size())
 
-        self.each(shard.placed, entry.nbytes_of(shard), job)
+        self.each(part.extents, job)
 
     def blob(self, entry: BlobEntry) -> bytes:
         """A bytes item."""
         out = np.empty(entry.nbytes, np.uint8)
-        self.fill(entry.name, entry.placed, out)
+        self.fill(entry.name, self.reader.extents_of(entry.placed), out)
         return out.tobytes()
 
-    def precheck(self, entries: Iterable[TensorEntry | BlobEntry]) -> None:
-        """Hash all stored bytes of these tensors and items."""
-        for entry in entries:
-            for placed, nbytes in entry.runs():
-                self.each(placed, nbytes, lambda file, n, _, e=entry: self._check(file, n, e.name))  # type: ignore[misc]
+    def precheck(self, name: str, extents: Iterable[Found]) -> None:
+        """Hash the stored bytes of these extents."""
+        self.each(extents, lambda file, number, _: self._check(file, number, name))
 
     def _check(self, file: OpenFile, number: int, name: str) -> None:
         self.reader.check(file, number, _scratch()[0], name)
@@ -145,7 +154,7 @@ def _load_fresh(work: _Work) -> dict[str, torch.Tensor]:
     tensors: dict[str, torch.Tensor] = {}
     for entry in manifest.tensors:
         tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        work.fill_tensor(entry, tensor)
+        work.fill_window(entry, Window(tensor, whole(entry.shape)))
         tensors[entry.name] = tensor
     return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
 
@@ -154,12 +163,23 @@ def _load_into(
     work: _Work, into: Mapping[str, torch.Tensor], names: tuple[str, ...]
 ) -> dict[str, torch.Tensor]:
     entries = entries_by_name(work.reader.manifest)
+    windows = {name: window_of(name, into[name]) for name in names}
     if work.verify:
-        wanted = {entries[name].name: entries[name] for name in names}
-        work.precheck([*wanted.values(), *work.reader.manifest.blobs])
-    for name in names:
-        work.fill_tensor(entries[name], into[name].detach())
+        _check_all(
+            work, {(entries[name].name, window.box): entries[name] for name, window in windows.items()}
+        )
+    for name, window in windows.items():
+        work.fill_window(entries[name], window)
     return {name: into[name] for name in names}
+
+
+def _check_all(work: _Work, wanted: Mapping[tuple[str, Box], TensorEntry]) -> None:
+    """Hash everything that is about to be read."""
+    for (name, box), entry in wanted.items():
+        for part in needed(work.reader, entry, box):
+            work.precheck(name, part.extents)
+    for blob in work.reader.manifest.blobs:
+        work.precheck(blob.name, work.reader.extents_of(blob.placed))
 
 
 def verify_step(reader: StepReader) -> int:
@@ -202,11 +222,8 @@ def _same_kind(entry: TensorEntry, tensor: torch.Tensor) -> bool:
     return entry.shape == tuple(tensor.shape) and dtype_of(entry.dtype) == tensor.dtype
 
 
-def _view(tensor: torch.Tensor, box: Box) -> torch.Tensor:
-    """The elements of a box, sharing memory."""
-    for dim, (at, length) in enumerate(zip(*box, strict=True)):
-        tensor = tensor.narrow(dim, at, length)
-    return tensor
+def _copy_back(place: torch.Tensor, flat: torch.Tensor, begin: int) -> None:
+    copy_range(flat, place, begin, back=True)
 
 
 def _flat_bytes(tensor: torch.Tensor) -> Bytes:
