@@ -17,9 +17,20 @@ from .errors import (
 )
 from .files import FileLayer
 from .handle import SaveHandle
+from .keepspec import keep_as_json, keep_from_json, parse_keep
 from .options import Options
 from .report import Loaded, LoadReport, SaveReport
-from .retention import Every, Last
+from .retention import (
+    AllOf,
+    AnyOf,
+    Best,
+    Candidate,
+    Every,
+    EverySeconds,
+    Last,
+    Phases,
+    PolicyError,
+)
 from .rng import rng_state, set_rng_state
 from .state import Collected, RestoreReport, collect, restore
 from .store import Store, open
@@ -31,11 +42,16 @@ DTYPES = tuple(_ITEM_SIZE)
 
 __all__ = [
     "DTYPES",
+    "AllOf",
+    "AnyOf",
+    "Best",
+    "Candidate",
     "CkptError",
     "Collected",
     "CorruptError",
     "DiskFullError",
     "Every",
+    "EverySeconds",
     "FileLayer",
     "Last",
     "LoadReport",
@@ -44,13 +60,18 @@ __all__ = [
     "MismatchError",
     "NoCheckpointError",
     "Options",
+    "Phases",
+    "PolicyError",
     "RestoreReport",
     "SaveHandle",
     "SaveReport",
     "Store",
     "UnsupportedError",
     "collect",
+    "keep_as_json",
+    "keep_from_json",
     "open",
+    "parse_keep",
     "restore",
     "rng_state",
     "set_rng_state",

@@ -22,11 +22,12 @@ from .files import FileLayer, publish, read_all
 from .jsonio import canonical, parse_canonical
 from .manifest import Manifest, dump, folder_name, is_data_file, parse_folder
 from .reader import MANIFEST, read_manifest
-from .retention import Kept, Rule, doomed
+from .retention import Candidate, Rule, doomed
 
 _log = logging.getLogger("lf_ckpt")
 _FORMAT = "lfckpt-store"
 _FORMAT_LIMIT = 4096
+PIN = "PIN"
 
 
 class Catalog:
@@ -102,20 +103,55 @@ class Catalog:
             _log.warning("%s: HEAD not written: %s", self.path, error)
 
     def retain(self, rules: Sequence[Rule], protect: Collection[str], damaged: Collection[str]) -> list[str]:
-        """Remove what no rule keeps. Damaged steps and those of another store are neither counted nor removed."""
+        """Remove what no rule keeps; returns the folders removed.
+
+        Damaged steps, those whose base is missing or damaged and those of another store are neither counted nor
+        removed. Pinned folders, folders with files that are not ours, and their bases stay.
+        """
         if not rules:
             return []
-        entries = [
-            Kept(m.folder, *(parse_folder(m.folder) or (m.step, 0)), m.parent.folder if m.parent else None)
-            for m in self.committed()
-            if m.store == self.store_id and m.folder not in damaged
-        ]
-        removed = []
-        # Newest first: a delta goes before its base, so that dying in between leaves no delta without one.
-        for folder in reversed(doomed(entries, rules, protect)):
+        removed: list[str] = []
+        gone = doomed(self.candidates(damaged), rules, {*protect, *self.held()})
+        for folder in gone:  # a delta goes before its base: dying in between leaves no delta without one
             if self.remove(folder):
                 removed.append(folder)
         return removed
+
+    def candidates(self, damaged: Collection[str] = ()) -> list[Candidate]:
+        """The steps that retention may count on, oldest first: of this store, whole, and so are their bases.
+
+        OSError when one cannot be read just now: a step whose base is unknown makes every base precious.
+        """
+        found = (self._whole(name, patient=False) for name in self.folders() if name not in damaged)
+        sound = {m.folder: m for m in found if m is not None and m.store == self.store_id}
+        while orphans := [
+            m.folder
+            for m in sound.values()
+            if m.parent and (m.parent.folder not in sound or sound[m.parent.folder].root != m.parent.root)
+        ]:
+            for folder in orphans:
+                del sound[folder]
+        return [_candidate(m) for m in sound.values()]
+
+    def held(self) -> list[str]:
+        """Folders that are never removed: pinned ones, and those with files that are not ours."""
+        return [name for name in self.folders() if any(not _is_ours(n) for n in self._names(self._at(name)))]
+
+    def pin(self, folder: str) -> None:
+        """Keep a committed step whatever the rules say."""
+        publish(self.files, self._at(folder), PIN, b"")
+
+    def unpin(self, folder: str) -> bool:
+        """Take a pin away; whether there was one."""
+        path = os.path.join(self._at(folder), PIN)
+        if not self.files.exists(path):
+            return False
+        self.files.unlink(path)
+        self.files.sync_dir(self._at(folder))
+        return True
+
+    def _at(self, folder: str) -> str:
+        return os.path.join(self.steps, folder)
 
     def remove(self, folder: str) -> bool:
         """Remove a step folder if everything in it is ours; MANIFEST goes first, so a torn removal is no step."""
@@ -147,12 +183,16 @@ class Catalog:
                 self.files.unlink(os.path.join(self.path, name))
         return [name for name in leftovers if self.remove(name)]
 
-    def _whole(self, folder: str) -> Manifest | None:
+    def _whole(self, folder: str, *, patient: bool = True) -> Manifest | None:
         try:
             manifest = read_manifest(self.files, self.steps, folder)
             sizes = [self._size(os.path.join(self.steps, folder, file.name)) for file in manifest.files]
-        except (CorruptError, OSError):
+        except (CorruptError, FileNotFoundError):
             return None
+        except OSError:
+            if patient:
+                return None
+            raise
         return manifest if sizes == [file.size for file in manifest.files] else None
 
     def _size(self, path: str) -> int:
@@ -182,5 +222,11 @@ def make_folder(files: FileLayer, path: str) -> None:
     files.sync_dir(parent)
 
 
+def _candidate(m: Manifest) -> Candidate:
+    attempt = (parse_folder(m.folder) or (m.step, 0))[1]
+    parent = m.parent.folder if m.parent else None
+    return Candidate(m.folder, m.step, attempt, parent, m.created, m.metrics)
+
+
 def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, MANIFEST + ".tmp") or is_data_file(name)
+    return name in (MANIFEST, MANIFEST + ".tmp", PIN + ".tmp") or is_data_file(name)

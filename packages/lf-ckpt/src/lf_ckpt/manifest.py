@@ -117,7 +117,10 @@ class Parent:
 
 @dataclass(frozen=True)
 class Manifest:
-    """Everything about a step but the bytes. `root` is "" until `dump` or `parse` has fixed it."""
+    """Everything about a step but the bytes. `root` is "" until `dump` or `parse` has fixed it.
+
+    metrics: what the caller measured, for retention. seconds: from the call of `save` to its states staged and written.
+    """
 
     store: str
     step: int
@@ -130,6 +133,8 @@ class Manifest:
     blobs: tuple[BlobEntry, ...]
     items: dict[str, Json]
     versions: dict[str, str]
+    metrics: dict[str, float] = field(default_factory=dict)
+    seconds: dict[str, float] = field(default_factory=dict)
     root: str = field(default="", compare=False)
 
     @property
@@ -205,7 +210,7 @@ def parse(data: bytes, path: str) -> Manifest:
 
 def _body(m: Manifest) -> dict[str, Json]:
     parent = None if m.parent is None else {"folder": m.parent.folder, "root": m.parent.root}
-    return {
+    body: dict[str, Json] = {
         "format": _FORMAT,
         "version": _VERSION,
         "requires": [],
@@ -229,6 +234,10 @@ def _body(m: Manifest) -> dict[str, Json]:
         "items": {name: encode_item(value, name) for name, value in m.items.items()},
         "versions": m.versions,
     }
+    for name, values in (("metrics", m.metrics), ("seconds", m.seconds)):
+        if values:
+            body[name] = encode_item(values, name)
+    return body
 
 
 def _triple(placed: Placed) -> list[int]:
@@ -271,6 +280,8 @@ def _manifest(body: dict[str, Any], root: str) -> Manifest:
         ),
         items={_text(name): decode_item(value) for name, value in body["items"].items()},
         versions={_text(k): _text(v) for k, v in body["versions"].items()},
+        metrics=_numbers(body.get("metrics", {})),
+        seconds=_numbers(body.get("seconds", {})),
         root=root,
     )
     _check_names(manifest)
@@ -338,6 +349,13 @@ def _hex(value: Any, length: int) -> str:
 
 def _counts(values: Any) -> tuple[int, ...]:
     return tuple(_count(n) for n in values)
+
+
+def _numbers(value: Any) -> dict[str, float]:
+    numbers = decode_item(value)
+    good = all(isinstance(n, float) or (_is_int(n) and abs(n) < 1 << 63) for n in numbers.values())
+    _require(good, "a metric or time is not a number")
+    return {_text(name): n for name, n in numbers.items()}
 
 
 def _count(value: Any) -> int:

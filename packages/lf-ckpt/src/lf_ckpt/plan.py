@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
@@ -47,11 +47,12 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Streams by number (tensors first), tied names -> stored name, and JSON items (a private copy)."""
+    """Streams by number (tensors first), tied names -> stored name, JSON items (a private copy) and metrics."""
 
     streams: tuple[Stream, ...]
     aliases: dict[str, str]
     items: dict[str, Json]
+    metrics: dict[str, float] = field(default_factory=dict)
 
     @property
     def raw_bytes(self) -> int:
@@ -69,7 +70,9 @@ class Plan:
         return any(isinstance(s.source, torch.Tensor) and s.source.device.type != "cpu" for s in self.streams)
 
 
-def make_plan(tensors: Mapping[str, torch.Tensor], items: Mapping[str, Json]) -> Plan:
+def make_plan(
+    tensors: Mapping[str, torch.Tensor], items: Mapping[str, Json], metrics: Mapping[str, float] | None = None
+) -> Plan:
     """Check and order everything; UnsupportedError names the first tensor or item that cannot be stored."""
     streams: list[Stream] = []
     aliases: dict[str, str] = {}
@@ -86,7 +89,7 @@ def make_plan(tensors: Mapping[str, torch.Tensor], items: Mapping[str, Json]) ->
         streams.append(Stream(name, dtype, tuple(tensor.shape), size, tensor.detach()))
     blobs, plain = _split_items(items)
     streams += [Stream(name, "U8", (), len(data), data) for name, data in blobs.items()]
-    return Plan(tuple(streams), aliases, plain)
+    return Plan(tuple(streams), aliases, plain, _checked_metrics(metrics or {}))
 
 
 def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
@@ -116,6 +119,18 @@ def _identity(tensor: torch.Tensor) -> object | None:
         return None
     lazy = (tensor.is_conj(), tensor.is_neg())
     return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy)
+
+
+def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Copy as floats; a tensor is refused, for reading it would wait for the device."""
+    for name, value in metrics.items():
+        if not isinstance(name, str) or isinstance(value, bool) or not isinstance(value, int | float):
+            raise UnsupportedError(f"metric {name!r}: {type(value).__name__} is not a number; give a float")
+        checked_text(name, "metric name")
+    try:
+        return {name: float(value) for name, value in metrics.items()}
+    except OverflowError as error:
+        raise UnsupportedError(f"metrics: {error}") from error
 
 
 def _split_items(items: Mapping[str, Json]) -> tuple[dict[str, bytes], dict[str, Json]]:

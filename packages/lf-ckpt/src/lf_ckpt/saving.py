@@ -135,6 +135,8 @@ def _manifest(job: SaveJob, writer: DataFileWriter, file: DataFile, store_id: st
         blobs=tuple(BlobEntry(s.name, s.nbytes, at) for s, at in placed if s.is_item),
         items=job.plan.items,
         versions=versions(),
+        metrics=job.plan.metrics,
+        seconds={state: round(job.handle._seconds(state), 6) for state in ("staged", "written")},
     )
 
 

@@ -55,20 +55,22 @@ class Store:
         tensors: Mapping[str, torch.Tensor],
         items: Mapping[str, Json] | None = None,
         *,
+        metrics: Mapping[str, float] | None = None,
         overlap: bool = False,
     ) -> SaveHandle:
         """Start a save of `step` and return when `tensors` may change again (overlap=True: at once).
 
         tensors: any dtype of `lf_ckpt.DTYPES`, shape, stride and device; names of the same memory stay tied.
-        items: JSON data and bytes. With overlap=True call `handle.wait_staged()` before the optimizer changes the
-        tensors. One save is in flight at a time; a second one waits for it. Saving a step again makes a new attempt
-        that supersedes the old one. Raises UnsupportedError before anything is written, the error of the save before
-        (on_error="raise"), and CkptError on a closed or read-only store or in a forked child.
+        items: JSON data and bytes. metrics: numbers that retention (`Best`) and the tools may use. With overlap=True
+        call `handle.wait_staged()` before the optimizer changes the tensors. One save is in flight at a time; a second
+        one waits for it. Saving a step again makes a new attempt that supersedes the old one. Raises UnsupportedError
+        before anything is written, the error of the save before (on_error="raise"), and CkptError on a closed or
+        read-only store or in a forked child.
         """
         saver = self._writable()
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
-        plan = make_plan(tensors, items or {})
+        plan = make_plan(tensors, items or {}, metrics)
         return saver.start(step, plan, overlap)
 
     def load(
@@ -117,6 +119,16 @@ class Store:
     def latest(self) -> int | None:
         """Newest committed step, or None. `load` may still fall back from it when its bytes are damaged."""
         return max(self.steps(), default=None)
+
+    def pin(self, step: int) -> None:
+        """Keep `step` whatever the retention rules say, until `unpin`; NoCheckpointError when it is not committed."""
+        self._quiet()
+        self._catalog.pin(self._newest_attempt(step))
+
+    def unpin(self, step: int) -> bool:
+        """Leave `step` to the rules again; whether it was pinned."""
+        self._quiet()
+        return self._catalog.unpin(self._newest_attempt(step))
 
     def wait(self) -> SaveReport | None:
         """Finish the save in flight and return its report, None when nothing was saved yet. Raises its error."""
@@ -174,10 +186,19 @@ class Store:
     def _load_exact(
         self, step: int, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
     ) -> Loaded:
+        return self._load(self._newest_attempt(step), into, strict, verify)
+
+    def _quiet(self) -> None:
+        """Let the save in flight end: its retention must not run while pins change."""
+        current = self._writable().current
+        if current is not None:
+            current._over.wait()
+
+    def _newest_attempt(self, step: int) -> str:
         attempts = [name for name in self._catalog.folders() if _step_of(name) == step]
         if not attempts:
             raise NoCheckpointError(self.path, (), f"step {step}; committed steps: {list(self.steps())}")
-        return self._load(attempts[-1], into, strict, verify)
+        return attempts[-1]
 
     def _load(
         self, folder: str, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
