@@ -6,7 +6,7 @@ import contextlib
 import os
 import shutil
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from lf_ckpt import FileLayer
 from lf_ckpt.files import Buffer
@@ -218,3 +218,16 @@ def _unrename(old: str, new: str, before: bytes | None) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.replace(new, old)
     _restore(new, before)
+
+
+class Refuses(Volatile):
+    """A file system that refuses some calls with an error of its own, as FUSE mounts of object stores do."""
+
+    def __init__(self, refused: Mapping[str, int]) -> None:
+        super().__init__()
+        self.refused = refused
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        if name in self.refused:
+            raise OSError(self.refused[name], os.strerror(self.refused[name]))
+        super().effect(name, action)

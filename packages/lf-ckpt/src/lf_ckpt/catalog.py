@@ -14,36 +14,41 @@ import contextlib
 import errno
 import logging
 import os
+import time
 import uuid
 from collections.abc import Collection, Sequence
 
+from .commit import TEMPORARY, choose_commit
 from .errors import CkptError, CorruptError
-from .files import FileLayer, publish, read_all
+from .files import gone, read_all
 from .jsonio import canonical, parse_canonical
 from .manifest import Manifest, dump, folder_name, is_data_file, parse_folder
 from .reader import MANIFEST, read_manifest
 from .retention import Candidate, Rule, doomed
+from .storage import Storage
 
 _log = logging.getLogger("lf_ckpt")
 _FORMAT = "lfckpt-store"
 _FORMAT_LIMIT = 4096
 PIN = "PIN"
+_LOOK_AGAIN = (0, 0.1, 0.5, 2.0)  # seconds; NFS forgets a missing name after its directory cache expires
 
 
 class Catalog:
     """The committed steps of one store directory. Every method reads the disk; nothing is cached."""
 
-    def __init__(self, files: FileLayer, path: str) -> None:
+    def __init__(self, files: Storage, path: str) -> None:
         self.files, self.path = files, path
+        self.commits = choose_commit(files)
         self.steps = os.path.join(path, "steps")
         self.store_id = ""
 
-    def create(self) -> None:
-        """Make the directory and FORMAT where they are missing."""
-        make_folder(self.files, self.steps)
-        if not self.files.exists(os.path.join(self.path, "FORMAT")):
-            document = {"format": _FORMAT, "store": uuid.uuid4().hex, "version": [1, 0]}
-            publish(self.files, self.path, "FORMAT", canonical(document) + b"\n")
+    def create(self, store_id: str | None = None) -> None:
+        """Make the directory and FORMAT where they are missing; a new store gets `store_id`, or one of its own."""
+        self.make_folder(self.steps)
+        if not self.files.exists(os.path.join(self.path, "FORMAT")) or self._format_unfinished():
+            document = {"format": _FORMAT, "store": store_id or uuid.uuid4().hex, "version": [1, 0]}
+            self.commits.publish(self.path, "FORMAT", canonical(document) + b"\n")
 
     def identify(self) -> None:
         """Read FORMAT; CkptError when this is no store, CorruptError when FORMAT is damaged."""
@@ -65,11 +70,11 @@ class Catalog:
         self.store_id = store
 
     def folders(self) -> list[str]:
-        """Folders that hold a MANIFEST, oldest first."""
+        """Folders of committed steps, oldest first; their MANIFEST may still turn out damaged."""
         found = []
         for name in self._names(self.steps):
             key = parse_folder(name)
-            if key and self.files.exists(os.path.join(self.steps, name, MANIFEST)):
+            if key and self._committed(name):
                 found.append((key, name))
         return [name for _, name in sorted(found)]
 
@@ -91,14 +96,16 @@ class Catalog:
         data, root = dump(manifest)
         folder = os.path.join(self.steps, manifest.folder)
         # The folder's own name must be durable before the manifest that makes it a step.
-        self.files.sync_dir(self.steps)
-        publish(self.files, folder, MANIFEST, data)
+        self.commits.sync_dir(self.steps)
+        if self.files.traits.shared:
+            self._confirm(manifest)
+        self.commits.publish(folder, MANIFEST, data)
         return root
 
     def point_head(self, folder: str) -> None:
         """Write the HEAD hint; failing to is no failure of the save."""
         try:
-            publish(self.files, self.path, "HEAD", canonical({"folder": folder}) + b"\n", durable=False)
+            self.commits.publish(self.path, "HEAD", canonical({"folder": folder}) + b"\n", durable=False)
         except OSError as error:
             _log.warning("%s: HEAD not written: %s", self.path, error)
 
@@ -139,7 +146,7 @@ class Catalog:
 
     def pin(self, folder: str) -> None:
         """Keep a committed step whatever the rules say."""
-        publish(self.files, self._at(folder), PIN, b"")
+        self.commits.publish(self._at(folder), PIN, b"")
 
     def unpin(self, folder: str) -> bool:
         """Take a pin away; whether there was one."""
@@ -147,7 +154,7 @@ class Catalog:
         if not self.files.exists(path):
             return False
         self.files.unlink(path)
-        self.files.sync_dir(self._at(folder))
+        self.commits.sync_dir(self._at(folder))
         return True
 
     def _at(self, folder: str) -> str:
@@ -163,25 +170,90 @@ class Catalog:
             return False
         if MANIFEST in names:
             self.files.unlink(os.path.join(path, MANIFEST))
-            self.files.sync_dir(path)
+            self.commits.sync_dir(path)
         for name in names:
-            if name != MANIFEST:
+            if name != MANIFEST and not _is_silly(name):
                 self.files.unlink(os.path.join(path, name))
-        self.files.rmdir(path)
-        self.files.sync_dir(self.steps)
+        try:
+            self.files.rmdir(path)
+        except OSError as error:
+            if error.errno != errno.ENOTEMPTY or not self.files.traits.shared:
+                raise
+        self.commits.sync_dir(self.steps)
         return True
 
     def sweep(self) -> list[str]:
         """Remove folders of saves that never committed. Only the holder of the lock may call this."""
         leftovers = []
         for name in self._names(self.steps):
-            path = os.path.join(self.steps, name)
-            if parse_folder(name) and not self.files.exists(os.path.join(path, MANIFEST)):
+            if not parse_folder(name):
+                continue
+            guard = os.path.join(self.steps, name, MANIFEST + TEMPORARY)
+            if not self._committed(name):
                 leftovers.append(name)
+            elif self.files.exists(guard):
+                self.files.unlink(guard)
         for name in ("FORMAT.tmp", "HEAD.tmp"):
             if self.files.exists(os.path.join(self.path, name)):
                 self.files.unlink(os.path.join(self.path, name))
         return [name for name in leftovers if self.remove(name)]
+
+    def make_folder(self, path: str) -> None:
+        """Create a folder and its missing parents, each made durable in the one above."""
+        if self.files.traits.whole or self.files.exists(path):
+            return
+        parent = os.path.dirname(path)
+        self.make_folder(parent)
+        with contextlib.suppress(FileExistsError):  # another process opens the same new store
+            self.files.mkdir(path)
+        self.commits.sync_dir(parent)
+
+    def _committed(self, folder: str) -> bool:
+        """Whether MANIFEST is there; one that is unfinished (see commit.py) does not count."""
+        path = os.path.join(self.steps, folder, MANIFEST)
+        if not self.files.exists(path):
+            return False
+        if self.files.traits.whole or not self.files.exists(path + TEMPORARY):
+            return True
+        try:
+            read_manifest(self.files, self.steps, folder)
+        except (CorruptError, FileNotFoundError):
+            return False
+        return True
+
+    def _format_unfinished(self) -> bool:
+        """Whether a marker-last write of FORMAT was cut off."""
+        if self.files.traits.whole or not self.files.exists(os.path.join(self.path, "FORMAT" + TEMPORARY)):
+            return False
+        try:
+            self.identify()
+        except CorruptError:
+            return True
+        return False
+
+    def _confirm(self, manifest: Manifest) -> None:
+        """Look at the data files once more by name: on a shared store they may come from other hosts.
+
+        A client may have remembered for a while that a file is not there; OSError(EIO) when it stays short or missing.
+        """
+        for file in manifest.files:
+            path = os.path.join(self.steps, manifest.folder, file.name)
+            found = self._size_after(path, file.size)
+            if found != file.size:
+                raise OSError(errno.EIO, f"{found} of {file.size} bytes are visible after fsync", path)
+
+    def _size_after(self, path: str, wanted: int) -> int:
+        found = -1
+        for pause in _LOOK_AGAIN:
+            time.sleep(pause)
+            try:
+                found = self._size(path)
+            except OSError as error:
+                if not gone(error):
+                    raise
+            if found == wanted:
+                break
+        return found
 
     def _whole(self, folder: str, *, patient: bool = True) -> Manifest | None:
         try:
@@ -211,17 +283,6 @@ class Catalog:
             raise
 
 
-def make_folder(files: FileLayer, path: str) -> None:
-    """Create a folder and its missing parents, each made durable in the one above."""
-    if files.exists(path):
-        return
-    parent = os.path.dirname(path)
-    make_folder(files, parent)
-    with contextlib.suppress(FileExistsError):  # another process opens the same new store
-        files.mkdir(path)
-    files.sync_dir(parent)
-
-
 def _candidate(m: Manifest) -> Candidate:
     attempt = (parse_folder(m.folder) or (m.step, 0))[1]
     parent = m.parent.folder if m.parent else None
@@ -229,4 +290,9 @@ def _candidate(m: Manifest) -> Candidate:
 
 
 def _is_ours(name: str) -> bool:
-    return name in (MANIFEST, MANIFEST + ".tmp", PIN + ".tmp") or is_data_file(name)
+    return name in (MANIFEST, MANIFEST + TEMPORARY, PIN + TEMPORARY) or is_data_file(name) or _is_silly(name)
+
+
+def _is_silly(name: str) -> bool:
+    """What an NFS client keeps of a removed file that a process of its host has open; it goes by itself."""
+    return name.startswith(".nfs")

@@ -10,13 +10,16 @@ import errno
 import fcntl
 import os
 from collections.abc import Sequence
-from typing import TypeAlias
 
-Buffer: TypeAlias = bytes | memoryview
+from .storage import LOCAL, Buffer, Storage, Traits
+
+__all__ = ["Buffer", "FileLayer", "gone", "read_all"]
 
 
 class FileLayer:
     """POSIX files. All methods raise OSError as the kernel reports it; paths are absolute."""
+
+    traits: Traits = LOCAL
 
     def create(self, path: str) -> int:
         """Open `path` for writing, empty."""
@@ -28,6 +31,8 @@ class FileLayer:
         Such writes need memory, offset and length at 4 KiB edges. They spare the copy into the cache, and fsync then
         has nothing left to do.
         """
+        if self.traits.shared:
+            return None
         try:
             return os.open(path, os.O_WRONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
@@ -126,9 +131,23 @@ class FileLayer:
         """Replace the whole content of a small open file (the lock's owner record)."""
         os.ftruncate(fd, 0)
         os.pwrite(fd, data, 0)
+        os.fsync(fd)
+
+    def claim(self, path: str, data: bytes) -> bool:
+        """Create a small durable file; False when it is there already."""
+        try:
+            fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+        except FileExistsError:
+            return False
+        try:
+            os.pwrite(fd, data, 0)
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        return True
 
 
-def read_all(files: FileLayer, path: str, limit: int) -> bytes | None:
+def read_all(files: Storage, path: str, limit: int) -> bytes | None:
     """Content of a small file, or None when it is longer than `limit` bytes."""
     fd = files.open(path)
     try:
@@ -142,16 +161,8 @@ def read_all(files: FileLayer, path: str, limit: int) -> bytes | None:
         files.close(fd)
 
 
-def publish(files: FileLayer, folder: str, name: str, data: bytes, *, durable: bool = True) -> None:
-    """Write `folder/name` so that it appears complete or not at all; `durable=False` for mere hints."""
-    temporary, final = os.path.join(folder, name + ".tmp"), os.path.join(folder, name)
-    fd = files.create(temporary)
-    try:
-        files.write(fd, [data], 0)
-        if durable:
-            files.sync(fd)
-    finally:
-        files.close(fd)
-    files.rename(temporary, final)
-    if durable:
-        files.sync_dir(folder)
+def gone(error: BaseException) -> bool:
+    """Whether an error says that a file was removed: by name or, over a network, under an open descriptor."""
+    return isinstance(error, FileNotFoundError) or (
+        isinstance(error, OSError) and error.errno == errno.ESTALE
+    )

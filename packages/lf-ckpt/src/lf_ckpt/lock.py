@@ -15,7 +15,8 @@ import weakref
 from dataclasses import asdict, dataclass
 
 from .errors import LockedError
-from .files import FileLayer, read_all
+from .files import read_all
+from .storage import Storage
 
 _log = logging.getLogger("lf_ckpt")
 _RECORD_LIMIT = 4096
@@ -42,7 +43,9 @@ def this_process() -> Owner:
 class StoreLock:
     """The held lock. `release` is idempotent; a forked child closes its copy without releasing."""
 
-    def __init__(self, files: FileLayer, path: str) -> None:
+    kind = "flock"
+
+    def __init__(self, files: Storage, path: str) -> None:
         """Take the lock or raise LockedError naming the owner."""
         self._files, self._path = files, path
         fd = files.lock(path)
@@ -105,7 +108,7 @@ def _forget_in_child() -> None:
 os.register_at_fork(after_in_child=_forget_in_child)
 
 
-def _read_owner(files: FileLayer, path: str) -> Owner | None:
+def _read_owner(files: Storage, path: str) -> Owner | None:
     """The record, or None when it is empty or not readable as one."""
     data = read_all(files, path, _RECORD_LIMIT)
     try:

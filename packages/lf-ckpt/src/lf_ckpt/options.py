@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 from .retention import Rule
+from .storage import Mode
 
 OnError: TypeAlias = Literal["raise", "warn"]
 Io: TypeAlias = Literal["auto", "buffered"]
@@ -24,12 +25,14 @@ class Options:
     io: Io = "auto"
     threads: int = 1
     read_only: bool = False
+    mode: Mode = "auto"
 
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("on_error", self.on_error, get_args(OnError)),
             ("compress", self.compress, get_args(Compress)),
             ("io", self.io, get_args(Io)),
+            ("mode", self.mode, get_args(Mode)),
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")

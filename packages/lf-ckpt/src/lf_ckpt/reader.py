@@ -12,7 +12,7 @@ import numpy as np
 
 from .codec import Bytes, CodecError, decode_planes
 from .errors import CorruptError
-from .files import FileLayer, read_all
+from .files import read_all
 from .format import (
     ALIGN,
     EXTENT_BYTES,
@@ -29,11 +29,12 @@ from .format import (
     parse_trailer,
 )
 from .manifest import MANIFEST_LIMIT, DataFile, Manifest, Placed, parse, rank_of
+from .storage import Storage
 
 MANIFEST = "MANIFEST"
 
 
-def read_manifest(files: FileLayer, steps: str, folder: str) -> Manifest:
+def read_manifest(files: Storage, steps: str, folder: str) -> Manifest:
     """Parse `steps/folder/MANIFEST`; CorruptError, or OSError when it is not there."""
     path = os.path.join(steps, folder, MANIFEST)
     data = read_all(files, path, MANIFEST_LIMIT)
@@ -49,7 +50,7 @@ def read_manifest(files: FileLayer, steps: str, folder: str) -> Manifest:
 class OpenFile:
     """An open, structurally checked data file."""
 
-    files: FileLayer
+    files: Storage
     path: str
     fd: int
     trailer: Trailer
@@ -84,7 +85,7 @@ class OpenFile:
 class StepReader:
     """An open step. A context manager; files stay open, so retention by a writer cannot pull them away."""
 
-    def __init__(self, files: FileLayer, steps: str, folder: str) -> None:
+    def __init__(self, files: Storage, steps: str, folder: str) -> None:
         """Check all structure: manifest, header, trailer, index, lengths, parent. CorruptError or OSError."""
         self._files, self._steps = files, steps
         self._stack = ExitStack()
@@ -170,6 +171,8 @@ class StepReader:
         try:
             fd = self._files.open(path)
         except FileNotFoundError as error:
+            if not self._files.exists(os.path.join(self._steps, folder, MANIFEST)):
+                raise  # the step has just been retired; that is no damage
             raise CorruptError(path, "data file is missing") from error
         self._stack.callback(self._files.close, fd)
         size = self._files.size(fd)

@@ -12,19 +12,21 @@ from typing import Literal
 
 import torch
 
-from .catalog import Catalog, make_folder
+from .catalog import Catalog
 from .errors import CkptError, CorruptError, NoCheckpointError
-from .files import FileLayer
+from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
 from .loading import describe, load_step, verified_base
 from .lock import StoreLock
 from .options import Compress, Io, OnError, Options
+from .places import locate
 from .plan import make_plan
 from .reader import StepReader
 from .report import Loaded, SaveReport
 from .retention import Rule
 from .saver import Saver
+from .storage import Mode, Storage
 
 _log = logging.getLogger("lf_ckpt")
 _STEP_LIMIT = 10**18
@@ -34,12 +36,13 @@ _SCANS = 3  # a writer may retire every step that was listed before a reader ope
 class Store:
     """A checkpoint directory; made by `open`. Calls come from one thread at a time; handles are thread-safe."""
 
-    def __init__(self, path: str | os.PathLike[str], options: Options, files: FileLayer) -> None:
+    def __init__(self, path: str | os.PathLike[str], options: Options, files: Storage | None) -> None:
         if sys.byteorder != "little":
             raise CkptError("lf-ckpt stores little-endian bytes and needs a little-endian machine")
-        self.path = os.path.realpath(path)  # resolved once: a link changed later does not move the store
+        storage, where = locate(path, options.mode, files)
+        self.path = where if "://" not in os.fspath(path) else os.fspath(path)
         self.options = options
-        self._catalog = Catalog(files, self.path)
+        self._catalog = Catalog(storage, where)
         self._pid = os.getpid()
         self._closed = False
         self._lock: StoreLock | None = None
@@ -99,9 +102,10 @@ class Store:
             for folder in reversed(self._catalog.folders()):
                 try:
                     loaded = self._load(folder, into, strict, verify)
-                except FileNotFoundError:
-                    vanished = True
                 except (CorruptError, OSError) as error:
+                    if gone(error):
+                        vanished = True
+                        continue
                     fallbacks[folder] = (_step_of(folder), describe(error))
                     self._note_damage(folder, error)
                 else:
@@ -129,6 +133,18 @@ class Store:
         """Leave `step` to the rules again; whether it was pinned."""
         self._quiet()
         return self._catalog.unpin(self._newest_attempt(step))
+
+    def info(self) -> dict[str, str]:
+        """What the store lies on and what was chosen for it: place, mode with its reason, commit, lock."""
+        traits = self._catalog.files.traits
+        return {
+            "path": self.path,
+            "storage": traits.kind,
+            "mode": "object" if traits.whole else "shared" if traits.shared else "local",
+            "why": traits.why,
+            "commit": self._catalog.commits.note,
+            "lock": self._lock.kind if self._lock is not None else "none",
+        }
 
     def wait(self) -> SaveReport | None:
         """Finish the save in flight and return its report, None when nothing was saved yet. Raises its error."""
@@ -166,10 +182,10 @@ class Store:
             _log.error("%s: also failed while closing: %s", self.path, late)
 
     def _open_for_writing(self) -> None:
-        files = self._catalog.files
+        catalog = self._catalog
         try:
-            make_folder(files, self.path)
-            self._lock = StoreLock(files, os.path.join(self.path, "LOCK"))
+            catalog.make_folder(catalog.path)
+            self._lock = StoreLock(catalog.files, os.path.join(catalog.path, "LOCK"))
             self._catalog.create()
             self._catalog.identify()
             swept = self._catalog.sweep()
@@ -272,7 +288,8 @@ def open(
     io: Io = "auto",
     threads: int = 1,
     read_only: bool = False,
-    files: FileLayer | None = None,
+    mode: Mode = "auto",
+    files: Storage | None = None,
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
 
@@ -284,7 +301,9 @@ def open(
     compress: "auto" samples which byte planes pay, "raw" never compresses, "zstd" tries every plane.
     io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does.
     threads: threads that hash and compress. files: the file layer, for tests and other storage.
+    mode: "local" relies on rename, O_DIRECT and directory fsync; "shared" (NFS, Lustre, FUSE) on none of them; "auto"
+        looks at the type of the file system. `Store.info` says what was chosen and why.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
-    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, io, threads, read_only)
-    return Store(path, options, files or FileLayer())
+    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, io, threads, read_only, mode)
+    return Store(path, options, files)

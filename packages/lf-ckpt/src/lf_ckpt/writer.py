@@ -11,7 +11,6 @@ import numpy as np
 
 from .codec import Bytes, PlaneChooser, encode_planes
 from .errors import CkptError
-from .files import Buffer, FileLayer
 from .format import (
     ALIGN,
     EXTENT_BYTES,
@@ -31,6 +30,7 @@ from .format import (
 )
 from .manifest import DataFile, Placed, data_file_name
 from .plan import Chunk, Stream
+from .storage import Buffer, Storage
 
 _ZEROS = bytes(ALIGN)
 # A direct write waits for the disk: worth it for long runs, while small tensors are gathered by the page cache.
@@ -64,7 +64,7 @@ class DataFileWriter:
     fd: for everything small. direct: the same file past the page cache, or None. bounce: page-aligned memory of a size.
     """
 
-    files: FileLayer
+    files: Storage
     fd: int
     direct: int | None
     bounce: Callable[[int], Bytes]
