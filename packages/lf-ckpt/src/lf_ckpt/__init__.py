@@ -20,6 +20,7 @@ from .handle import SaveHandle
 from .keepspec import keep_as_json, keep_from_json, parse_keep
 from .options import Options
 from .report import Loaded, LoadReport, SaveReport
+from .resume import resume
 from .retention import (
     AllOf,
     AnyOf,
@@ -32,8 +33,9 @@ from .retention import (
     PolicyError,
 )
 from .rng import rng_state, set_rng_state
-from .state import Collected, RestoreReport, collect, restore
+from .state import RestoreReport, collect, restore
 from .store import Store, open
+from .typed import Collected, Stateful, pack, unpack
 
 __version__ = "0.1.0"
 
@@ -65,14 +67,18 @@ __all__ = [
     "RestoreReport",
     "SaveHandle",
     "SaveReport",
+    "Stateful",
     "Store",
     "UnsupportedError",
     "collect",
     "keep_as_json",
     "keep_from_json",
     "open",
+    "pack",
     "parse_keep",
     "restore",
+    "resume",
     "rng_state",
     "set_rng_state",
+    "unpack",
 ]

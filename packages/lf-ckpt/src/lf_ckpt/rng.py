@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .errors import CkptError
 from .jsonio import Json
-from .state import Collected, State
+from .typed import Collected, State
 
 
 def rng_state() -> Collected:
