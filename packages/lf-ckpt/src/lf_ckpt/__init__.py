@@ -18,6 +18,7 @@ from .errors import (
 from .files import FileLayer
 from .handle import SaveHandle
 from .keepspec import keep_as_json, keep_from_json, parse_keep
+from .lock import break_lock
 from .options import Options
 from .report import Loaded, LoadReport, SaveReport
 from .resume import resume
@@ -70,6 +71,7 @@ __all__ = [
     "Stateful",
     "Store",
     "UnsupportedError",
+    "break_lock",
     "collect",
     "keep_as_json",
     "keep_from_json",

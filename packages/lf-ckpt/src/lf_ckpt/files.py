@@ -6,14 +6,17 @@ kind of storage is another class with the same methods.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import os
+import struct
 from collections.abc import Sequence
 
 from .storage import LOCAL, Buffer, Storage, Traits
 
 __all__ = ["Buffer", "FileLayer", "gone", "read_all"]
+_NO_LOCK = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
 class FileLayer:
@@ -114,18 +117,36 @@ class FileLayer:
         stat = os.statvfs(path)
         return stat.f_bavail * stat.f_frsize
 
-    def lock(self, path: str) -> int | None:
-        """Open `path` and take an exclusive lock that the kernel drops with this process; None when it is held."""
-        fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+    def lock(self, path: str) -> tuple[int, str] | None:
+        """Open `path` and take an exclusive lock that the kernel drops with this process; None when it is held.
+
+        (descriptor, "OFD" or "flock"); OSError(ENOLCK) when the file system refuses both.
+        """
+        while True:
+            fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            try:
+                kind = _lock_ofd(fd) or _lock_flock(fd)
+                if os.path.samestat(os.fstat(fd), os.stat(path)):
+                    return fd, kind
+            except BlockingIOError:
+                os.close(fd)
+                return None
+            except FileNotFoundError:
+                pass
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)  # the file was replaced between the two calls: its lock is nobody's
+
+    def unlock(self, fd: int) -> None:
+        """Drop the lock, also for copies of the descriptor in other processes, and close it."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            with contextlib.suppress(OSError):
+                fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_UNLCK))
+            with contextlib.suppress(OSError):
+                fcntl.flock(fd, fcntl.LOCK_UN)
+        finally:
             os.close(fd)
-            return None
-        except OSError:
-            os.close(fd)
-            raise
-        return fd
 
     def put(self, fd: int, data: bytes) -> None:
         """Replace the whole content of a small open file (the lock's owner record)."""
@@ -145,6 +166,35 @@ class FileLayer:
         finally:
             os.close(fd)
         return True
+
+
+def _flock(kind: int) -> bytes:
+    """struct flock of the kernel on 64-bit Linux over the whole file; l_pid must be 0 for OFD locks."""
+    return struct.pack("hhqqi4x", kind, os.SEEK_SET, 0, 0, 0)
+
+
+def _lock_ofd(fd: int) -> str | None:
+    """Lock the open file description; None where that is refused, BlockingIOError when it is held."""
+    try:
+        fcntl.fcntl(fd, fcntl.F_OFD_SETLK, _flock(fcntl.F_WRLCK))
+    except OSError as error:
+        if error.errno in (errno.EAGAIN, errno.EACCES):
+            raise BlockingIOError(error.errno, error.strerror) from error
+        if error.errno in _NO_LOCK:
+            return None
+        raise
+    return "OFD"
+
+
+def _lock_flock(fd: int) -> str:
+    """The same by flock; OSError(ENOLCK) where that is refused too."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _NO_LOCK:
+            raise OSError(errno.ENOLCK, f"OFD lock and flock are refused: {error.strerror}") from error
+        raise
+    return "flock"
 
 
 def read_all(files: Storage, path: str, limit: int) -> bytes | None:

@@ -85,8 +85,14 @@ class Storage(Protocol):
     def free(self, path: str) -> int:
         """Bytes that can still be written near `path`."""
 
-    def lock(self, path: str) -> int | None:
-        """Take an exclusive lock that ends with this process; None when it is held, OSError when there is none."""
+    def lock(self, path: str) -> tuple[int, str] | None:
+        """Take an exclusive lock that ends with this process; None when it is held, OSError(ENOLCK) when there is none.
+
+        The descriptor of the lock's file and the kind of lock.
+        """
+
+    def unlock(self, fd: int) -> None:
+        """Drop a lock and close its file."""
 
     def put(self, fd: int, data: bytes) -> None:
         """Replace the whole content of the small file that `lock` opened."""

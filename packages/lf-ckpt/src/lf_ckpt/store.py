@@ -18,7 +18,7 @@ from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
 from .loading import describe, load_step, verified_base
-from .lock import StoreLock
+from .lock import LOCK, StoreLock
 from .options import Compress, Io, OnError, Options
 from .places import locate
 from .plan import make_plan
@@ -185,7 +185,7 @@ class Store:
         catalog = self._catalog
         try:
             catalog.make_folder(catalog.path)
-            self._lock = StoreLock(catalog.files, os.path.join(catalog.path, "LOCK"))
+            self._lock = StoreLock(catalog.files, os.path.join(catalog.path, LOCK))
             self._catalog.create()
             self._catalog.identify()
             swept = self._catalog.sweep()
