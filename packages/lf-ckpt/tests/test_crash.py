@@ -70,9 +70,11 @@ def byte_edges() -> list[int]:
     with tempfile.TemporaryDirectory() as folder:
         write_steps(Path(folder), lf_ckpt.FileLayer(), (1,))
         write_steps(Path(folder), recorder, (2,))
-    edges = sorted({before for _, before in recorder.calls} | {recorder.written})
+    # The manifest holds times, so the last bytes may be a few fewer in the run that is killed.
+    end = recorder.written - 16
+    edges = sorted({min(before, end) for _, before in recorder.calls} | {end})
     middles = [(a + b) // 2 for a, b in itertools.pairwise(edges)]
-    return sorted({0, 1, 4095, 4096, 4097, recorder.written - 1, *edges, *middles})
+    return sorted({0, 1, 4095, 4096, 4097, *edges, *middles})
 
 
 @pytest.mark.parametrize("limit", byte_edges())

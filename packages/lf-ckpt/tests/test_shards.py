@@ -22,6 +22,7 @@ from lf_ckpt.loading import verified_base
 from lf_ckpt.manifest import BlobEntry, DataFile, Manifest, Parent, Placed, Shard, TensorEntry
 from lf_ckpt.plan import Stream, chunks
 from lf_ckpt.reader import StepReader
+from lf_ckpt.sink import Sink
 from lf_ckpt.writer import Base, DataFileWriter
 
 Cut = dict[str, list[tuple[int, Box]]]
@@ -78,18 +79,17 @@ def _write_file(
     catalog: Catalog, folder: str, header: Header, streams: list[Stream], base: Base | None
 ) -> tuple[DataFile, list[Placed]]:
     fd = catalog.files.create(f"{catalog.steps}/{folder}/rank-{header.rank}.lfckpt")
-    writer = DataFileWriter(
-        catalog.files, fd, None, lambda n: np.empty(n, np.uint8), header, streams, base, "auto"
-    )
+    sink = Sink(catalog.files, [fd])
+    writer = DataFileWriter(sink, header, streams, base, "auto")
     writer.start()
     for chunk in chunks([s.nbytes for s in streams], 4 * EXTENT_BYTES):
         source = streams[chunk.stream].source
         data = source if isinstance(source, bytes) else bits(source)
         room = np.zeros(align(chunk.length), np.uint8)
         room[: chunk.length] = np.frombuffer(data, np.uint8)[chunk.start : chunk.start + chunk.length]
-        writer.add(chunk, room)
+        writer.add(chunk, room, lambda: None)
     file = writer.finish()
-    catalog.files.close(fd)
+    sink.close()
     return file, writer.placed(header.rank)
 
 

@@ -52,13 +52,13 @@ class CorruptError(CkptError):
 class DiskFullError(CkptError):
     """The store's file system (or a quota or file-size limit) is full.
 
-    Attributes: `path`; `needed`, bytes still to be written at most; `free`, bytes free when it failed.
+    Attributes: `path`; `needed`, bytes of the save at most; `free`, bytes free once its own are gone.
     """
 
     def __init__(self, path: str, needed: int, free: int) -> None:
         self.path, self.needed, self.free = path, needed, free
         super().__init__(
-            f"{path}: no space for the checkpoint: up to {needed} bytes still to write, {free} free; "
+            f"{path}: no space for the checkpoint: up to {needed} bytes to write, {free} free; "
             "earlier steps are intact, free space or lower `keep`, then save again"
         )
 

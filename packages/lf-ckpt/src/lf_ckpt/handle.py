@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from .progress import Progress
 from .report import SaveReport
 
 
@@ -13,11 +14,14 @@ class SaveHandle:
     """One save in progress. Thread-safe.
 
     staged: the tensors may change again. written: all bytes are with the kernel. durable: the step survives power loss
-    and is what `load` returns.
+    and is what `load` returns. predicted_stall: seconds that the caller will probably wait for the disk because the
+    slab is smaller than the state; 0.0 when it is not, None when nothing has been measured yet.
     """
 
     def __init__(self, step: int, on_delivered: Callable[[SaveHandle], None]) -> None:
         self.step = step
+        self.predicted_stall: float | None = 0.0
+        self._progress = Progress()
         self._began = time.perf_counter()
         self._staging_over = threading.Event()
         self._at: dict[str, float] = {}
@@ -53,6 +57,15 @@ class SaveHandle:
         if not self.staged:
             self.wait(timeout)
 
+    def fence(self) -> None:
+        """Let what the calling thread does from here on come after the copies; for steps that fire no optimizer hook.
+
+        Host memory has been copied when this returns. For a device only the copies are queued, and the current stream
+        of this thread is made to wait for them, so call it before replaying a captured optimizer step. Never raises the
+        save's error.
+        """
+        self._progress.fence()
+
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Block until durable. Raises the save's error (CkptError, DiskFullError, OSError) or TimeoutError."""
         if not self._over.wait(timeout):
@@ -74,5 +87,6 @@ class SaveHandle:
     def _finish(self, report: SaveReport | None, error: BaseException | None) -> None:
         """End the save; waiters on any state wake."""
         self._report, self._error = report, error
+        self._progress.finish()
         self._over.set()
         self._staging_over.set()

@@ -9,7 +9,9 @@ from .retention import Rule
 from .storage import Mode
 
 OnError: TypeAlias = Literal["raise", "warn"]
-Io: TypeAlias = Literal["auto", "buffered"]
+Io: TypeAlias = Literal["auto", "direct", "buffered"]
+Engine: TypeAlias = Literal["auto", "io_uring", "threads"]
+Priority: TypeAlias = Literal["low", "normal"]
 Compress: TypeAlias = Literal["auto", "raw", "zstd"]
 
 
@@ -26,6 +28,11 @@ class Options:
     threads: int = 1
     read_only: bool = False
     mode: Mode = "auto"
+    engine: Engine = "auto"
+    writers: int = 4
+    priority: Priority = "low"
+    rate_limit: int | None = None
+    expected_bytes: int | None = None
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -33,10 +40,17 @@ class Options:
             ("compress", self.compress, get_args(Compress)),
             ("io", self.io, get_args(Io)),
             ("mode", self.mode, get_args(Mode)),
+            ("engine", self.engine, get_args(Engine)),
+            ("priority", self.priority, get_args(Priority)),
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")
         if self.full_every < 0:
             raise ValueError(f"full_every={self.full_every}: 0 for full steps only, or more")
-        if self.threads < 1:
-            raise ValueError(f"threads={self.threads}: at least 1")
+        for name, count in (("threads", self.threads), ("writers", self.writers)):
+            if count < 1:
+                raise ValueError(f"{name}={count}: at least 1")
+        if self.rate_limit is not None and self.rate_limit < 1:
+            raise ValueError(f"rate_limit={self.rate_limit}: bytes per second, at least 1, or None")
+        if self.expected_bytes is not None and self.expected_bytes < 0:
+            raise ValueError(f"expected_bytes={self.expected_bytes}: the size of the state, or None")

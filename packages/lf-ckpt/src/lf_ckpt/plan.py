@@ -36,6 +36,11 @@ class Stream:
         """Whether this is a bytes item and not a tensor."""
         return isinstance(self.source, bytes)
 
+    @property
+    def on_device(self) -> bool:
+        """Whether this is a tensor on an accelerator."""
+        return isinstance(self.source, torch.Tensor) and self.source.device.type != "cpu"
+
 
 class Chunk(NamedTuple):
     """A run of one stream's bytes, at most `chunk_bytes`, beginning at an extent edge."""
@@ -67,7 +72,7 @@ class Plan:
     @property
     def on_device(self) -> bool:
         """Whether a tensor lives on an accelerator."""
-        return any(isinstance(s.source, torch.Tensor) and s.source.device.type != "cpu" for s in self.streams)
+        return any(stream.on_device for stream in self.streams)
 
 
 def make_plan(

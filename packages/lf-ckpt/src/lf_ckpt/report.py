@@ -16,9 +16,10 @@ class SaveReport:
 
     bytes_raw: state, aliases counted once. bytes_written: data file. bytes_shared: raw bytes that the base already had.
     seconds_*: since `save` was called, until the caller's tensors were free, the data was with the kernel, and the
-    step was durable. codecs: raw bytes per codec. slab and io: how the staging memory
-    and the way of writing were chosen. removed: steps that retention took away. error: set only with on_error="warn",
-    when the save failed.
+    step was durable. codecs: raw bytes per codec. slab, io and priority: how the staging memory, the way of writing and
+    the standing of the background threads were chosen. predicted_stall: seconds that `save` was expected to wait for
+    the disk (0.0: the slab holds the state; None: nothing measured yet). removed: steps that retention took away.
+    error: set only with on_error="warn", when the save failed.
     """
 
     step: int
@@ -36,6 +37,8 @@ class SaveReport:
     io: str
     removed: tuple[str, ...] = ()
     error: str | None = None
+    priority: str = ""
+    predicted_stall: float | None = 0.0
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

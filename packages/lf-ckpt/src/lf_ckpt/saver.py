@@ -5,27 +5,32 @@ from __future__ import annotations
 import logging
 import os
 import uuid
-from collections.abc import Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
+from typing import TypeAlias
 
 import torch
 
 from .catalog import Catalog
 from .errors import CkptError
-from .format import ALIGN
+from .fence import gate_of, in_order_of_change
 from .handle import SaveHandle
 from .manifest import data_file_name
 from .options import Options
 from .plan import Plan
 from .report import SaveReport
 from .saving import SaveJob, failed_report, run, translate
-from .sizing import available_memory, choose_slab, chunk_bytes_for
+from .sink import Writing
+from .sizing import available_memory, choose_slab, chunk_bytes_for, predict_stall
 from .slab import Slab, StagingAbortedError
 from .staging import side_streams, stage
 from .writer import Base
 
 _log = logging.getLogger("lf_ckpt")
+# Host tensors beside those of a device are counters and generators; more than this is copied by the staging thread.
+QUEUED_HOST_BYTES = 4 << 20
+Staging: TypeAlias = list[torch.cuda.Event]
 
 
 class Saver:
@@ -33,21 +38,35 @@ class Saver:
 
     def __init__(self, catalog: Catalog, options: Options) -> None:
         self._catalog, self._options = catalog, options
-        self._writer = ThreadPoolExecutor(1, thread_name_prefix="lf-ckpt-write")
-        self._stager = ThreadPoolExecutor(1, thread_name_prefix="lf-ckpt-stage")
+        self._writing = Writing(catalog.files, options)
+        settle = self._writing.settle_thread
+        self._writer = ThreadPoolExecutor(1, "lf-ckpt-write", initializer=settle)
+        self._stager = ThreadPoolExecutor(1, "lf-ckpt-stage")
         threads = options.threads
-        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-encode") if threads > 1 else None
+        self._pool = (
+            ThreadPoolExecutor(threads, "lf-ckpt-encode", initializer=settle) if threads > 1 else None
+        )
         self._slab: Slab | None = None
         self._slab_note = ""
+        self._early_slab: Future[None] | None = None
+        self._staging: Future[None] | None = None
         self._undelivered: BaseException | None = None
         self._deltas = 0
+        self._rate: float | None = None  # raw bytes per second of the last save, from its start to "written"
         self.base: Base | None = None
         self.current: SaveHandle | None = None
         self.damaged: set[str] = set()
+        if options.expected_bytes is not None:
+            pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
+            self._early_slab = self._stager.submit(self._fit_slab, options.expected_bytes, pinned)
 
-    def start(self, step: int, plan: Plan, overlap: bool) -> SaveHandle:
+    def start(
+        self, step: int, plan: Plan, overlap: bool, optimizers: Sequence[torch.optim.Optimizer] = ()
+    ) -> SaveHandle:
         """Begin a save after the one before has ended; its error, if nobody has seen it, is raised here."""
         self.settle()
+        gates = [gate_of(optimizer) for optimizer in optimizers]
+        plan, ends = in_order_of_change(plan, optimizers) if gates else (plan, [])
         handle = SaveHandle(step, self._delivered)
         self.current = handle
         try:
@@ -59,24 +78,23 @@ class Saver:
             handle._finish(None, error)
             raise
         if overlap:
-            streams = side_streams(plan)
-            self._writer.submit(self._run, job)
-            self._stager.submit(lambda: streams.run(lambda: self._stage(job)))
-        elif plan.slab_bytes > job.slab.size:
-            self._writer.submit(self._run, job)
-            self._stage(job)
+            self._stage_behind(job)
+            if gates:
+                handle._progress.fence(ends[0])
+            for gate, end in zip(gates, ends[1:], strict=True):
+                gate.arm(handle._progress, end)
         else:
-            # The caller stands still: the writer would only compete for memory bandwidth until all is copied.
-            try:
-                self._stage(job)
-            finally:
-                self._writer.submit(self._run, job)
+            self._stage_now(job)
         return handle
 
     def settle(self) -> None:
         """Wait for the save in flight and raise or log its error."""
         if self.current is not None:
             self.current._over.wait()
+        if self._staging is not None:
+            # After a failure the stager may still be in the slab, which the next save will empty and fill.
+            self._staging.exception()
+            self._staging = None
         self.raise_undelivered()
 
     def raise_undelivered(self) -> None:
@@ -98,21 +116,29 @@ class Saver:
         for pool in (self._stager, self._writer, self._pool):
             if pool is not None:
                 pool.shutdown(wait=True)
+        self._writing.close()
+        if self._slab is not None:
+            self._slab.close()
         self._slab = self.base = None
 
     def _prepare(self, handle: SaveHandle, plan: Plan) -> SaveJob:
         """Slab, base, folder and open data file of a save; OSError when the store cannot be written."""
         slab = self._ensure_slab(plan)
+        handle.predicted_stall = self._predict(plan, slab)
         base = self._usable_base()
         folder = self._catalog.new_folder(handle.step)
-        fd, direct, io_note = self._open_files(os.path.join(self._catalog.steps, folder), slab)
+        path = os.path.join(self._catalog.steps, folder)
+        try:
+            sink = self._writing.open(os.path.join(path, data_file_name(0)), slab, plan.slab_bytes)
+        except (OSError, CkptError):
+            self._catalog.files.rmdir(path)
+            raise
         return SaveJob(
             plan=plan,
             handle=handle,
             folder=folder,
-            fd=fd,
-            direct=direct,
-            io_note=io_note,
+            sink=sink,
+            writing=self._writing,
             writer_id=uuid.uuid4().bytes,
             base=base,
             compress=self._options.compress,
@@ -120,39 +146,41 @@ class Saver:
             slab_note=self._slab_note,
         )
 
-    def _open_files(self, folder: str, slab: Slab) -> tuple[int, int | None, str]:
-        """The new data file, the same past the page cache, and how it will be written; no trace when that fails."""
-        files, path = self._catalog.files, os.path.join(folder, data_file_name(0))
-        fd = None
-        try:
-            fd = files.create(path)
-            if self._options.io == "buffered":
-                return fd, None, "buffered, as asked"
-            if slab.array.ctypes.data % ALIGN:
-                return fd, None, "buffered, the slab is not page-aligned"
-            direct = files.open_direct(path)
-            return fd, direct, "buffered, the file system refuses O_DIRECT" if direct is None else "direct"
-        except OSError:
-            if fd is not None:
-                files.close(fd)
-                files.unlink(path)
-            files.rmdir(folder)
-            raise
+    def _predict(self, plan: Plan, slab: Slab) -> float | None:
+        """Seconds that the caller, or its optimizer, will wait for the disk; logged when there are any."""
+        stall = predict_stall(plan.slab_bytes, slab.size, self._rate)
+        if stall != 0:
+            known = "unknown, nothing has been written yet" if stall is None else f"about {stall:.1f} s"
+            _log.warning(
+                "%s: the slab holds %d of %d bytes; staging waits for the disk, %s",
+                self._catalog.path, slab.size, plan.slab_bytes, known,
+            )  # fmt: skip
+        return stall
 
     def _ensure_slab(self, plan: Plan) -> Slab:
         """The slab, empty; made at the first save and again only when the state has outgrown it."""
-        pinned = plan.on_device and torch.cuda.is_available()
+        if self._early_slab is not None:
+            self._early_slab.exception()  # an allocation that failed is tried again, and raised, here
+            self._early_slab = None
+        self._fit_slab(plan.slab_bytes, plan.on_device and torch.cuda.is_available())
+        assert self._slab is not None
+        self._slab.reset()
+        return self._slab
+
+    def _fit_slab(self, state_bytes: int, pinned: bool) -> None:
         held = self._slab.size if self._slab is not None else 0
         free = available_memory()
         asked = self._options.slab_bytes
-        size, note = choose_slab(plan.slab_bytes, asked, None if free is None else free + held)
-        if self._slab is None or size > held or (pinned and not self._slab.pinned):
+        size, note = choose_slab(state_bytes, asked, None if free is None else free + held)
+        if self._slab is None or size > held:
+            if self._slab is not None:
+                self._slab.close()
             self._slab = None  # the old one goes first, so that both are never held
             self._slab = Slab(size, pinned)
-            self._slab_note = note + (", page-locked" if pinned else "")
-            _log.info("%s: staging slab: %s", self._catalog.path, self._slab_note)
-        self._slab.reset()
-        return self._slab
+            self._slab_note = note
+            _log.info("%s: staging slab: %s", self._catalog.path, note)
+        elif pinned and not self._slab.memory.pinned:
+            self._slab.memory.lock()
 
     def _usable_base(self) -> Base | None:
         """The base for the next save, or None when it must be full."""
@@ -162,20 +190,60 @@ class Saver:
                 self.base = None
         return self.base
 
-    def _stage(self, job: SaveJob) -> None:
-        """Copy into the slab; what goes wrong reaches the caller through the handle."""
-        try:
-            stage(job.plan, job.slab, chunk_bytes_for(job.slab.size), job.incoming.put)
-        except StagingAbortedError:
+    def _stage_now(self, job: SaveJob) -> None:
+        """Copy while the caller stands still."""
+        if job.plan.slab_bytes > job.slab.size:
+            self._writer.submit(self._run, job)
+            self._finish_staging(job, self._stage(job))
             return
+        # The writer would only compete for memory bandwidth until all is copied.
+        try:
+            self._finish_staging(job, self._stage(job))
+        finally:
+            self._writer.submit(self._run, job)
+
+    def _stage_behind(self, job: SaveJob) -> None:
+        """Copy while the caller goes on: queued here where that takes no time, else by the staging thread."""
+        streams = side_streams(job.plan)
+        self._writer.submit(self._run, job)
+        host_bytes = sum(s.nbytes for s in job.plan.streams if not s.on_device)
+        if job.plan.on_device and job.plan.slab_bytes <= job.slab.size and host_bytes <= QUEUED_HOST_BYTES:
+            # One thread queues all: a second one would fight the forward pass for the interpreter lock.
+            events = streams.run(lambda: self._stage(job))
+            self._staging = self._stager.submit(self._finish_staging, job, events)
+        else:
+            self._staging = self._stager.submit(
+                lambda: self._finish_staging(job, streams.run(lambda: self._stage(job)))
+            )
+
+    def _stage(self, job: SaveJob) -> Staging | None:
+        """Copy into the slab, or queue the copies; None when that failed and the writer knows."""
+        try:
+            chunk_bytes = chunk_bytes_for(job.slab.size)
+            return stage(job.plan, job.slab, chunk_bytes, job.incoming.put, job.handle._progress)
+        except StagingAbortedError:
+            return None
         except Exception as error:
             job.incoming.put(error)
-            return
+            return None
         except BaseException as error:  # Ctrl-C: the caller gets it here, the writer an error of its own
             job.incoming.put(
                 CkptError(f"step {job.handle.step} was interrupted while being copied: {error!r}")
             )
             raise
+        finally:
+            job.handle._progress.finish()
+
+    def _finish_staging(self, job: SaveJob, events: Staging | None) -> None:
+        """The caller's tensors are free once the events have fired."""
+        if events is None:
+            return
+        try:
+            for event in events:
+                event.synchronize()
+        except Exception as error:
+            job.incoming.put(error)
+            return
         job.handle._mark("staged")
         job.incoming.put(None)
 
@@ -192,6 +260,8 @@ class Saver:
     def _save(self, job: SaveJob) -> SaveReport:
         """Write and commit, then retire old steps."""
         done = run(job, self._catalog, self._pool)
+        if done.report.seconds_written > 0:
+            self._rate = done.report.bytes_raw / done.report.seconds_written
         self._deltas = self._deltas + 1 if done.report.kind == "delta" else 0
         self.base = done.base
         return replace(done.report, removed=tuple(self._retire(job.folder)))

@@ -11,6 +11,7 @@ import queue
 import time
 from concurrent.futures import Executor
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from .handle import SaveHandle
 from .manifest import BlobEntry, DataFile, Manifest, Parent, unsharded
 from .plan import Plan
 from .report import SaveReport
+from .sink import Sink, Writing
 from .slab import Slab
 from .staging import Staged
 from .writer import Base, DataFileWriter
@@ -39,9 +41,8 @@ class SaveJob:
     plan: Plan
     handle: SaveHandle
     folder: str
-    fd: int
-    direct: int | None
-    io_note: str
+    sink: Sink
+    writing: Writing
     writer_id: bytes
     base: Base | None
     compress: str
@@ -65,19 +66,17 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
         try:
             _write_data(job, writer)
             file = writer.finish()
+            job.sink.flush()
             job.handle._mark("written")
-            catalog.files.sync(job.fd)
+            job.sink.sync()
         finally:
-            for fd in (job.fd, job.direct):
-                if fd is not None:
-                    catalog.files.close(fd)
+            job.sink.close()
         manifest = _manifest(job, writer, file, catalog.store_id)
         root = catalog.commit(manifest)
     except BaseException as error:
         job.slab.abort()
-        needed = align(job.plan.raw_bytes) - sum(e.stored_bytes for e in writer.extents)
         _remove_quietly(catalog, job.folder)
-        named = translate(error, catalog, needed)
+        named = translate(error, catalog, align(job.plan.raw_bytes))
         if named is error:
             raise
         raise named from error
@@ -88,7 +87,7 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
 
 
 def translate(error: BaseException, catalog: Catalog, needed: int) -> BaseException:
-    """DiskFullError for a full disk, quota or file-size limit; other errors as they are."""
+    """DiskFullError for a full disk, quota or file-size limit, after what was written is gone; others as they are."""
     if not isinstance(error, OSError) or error.errno not in _FULL:
         return error
     try:
@@ -102,10 +101,7 @@ def _new_writer(job: SaveJob, catalog: Catalog, pool: Executor | None) -> DataFi
     header = Header(job.handle.step, 0, 1, bytes.fromhex(catalog.store_id), job.writer_id)
     # A counter or generator state that happens to be unchanged should not make a whole step depend on another.
     smallest = min(_SMALL_EXTENT, job.plan.raw_bytes // 1000)
-    streams, bounce = job.plan.streams, job.slab.bounce
-    return DataFileWriter(
-        catalog.files, job.fd, job.direct, bounce, header, streams, job.base, job.compress, pool, smallest
-    )
+    return DataFileWriter(job.sink, header, job.plan.streams, job.base, job.compress, pool, smallest)
 
 
 def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
@@ -116,8 +112,7 @@ def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
         if staged.ready is not None:
             staged.ready.synchronize()
         piece = staged.piece
-        writer.add(staged.chunk, job.slab.array[piece.offset : piece.offset + align(piece.length)])
-        job.slab.release(piece)
+        writer.add(staged.chunk, job.slab.room(piece), partial(job.slab.release, piece))
 
 
 def _manifest(job: SaveJob, writer: DataFileWriter, file: DataFile, store_id: str) -> Manifest:
@@ -173,8 +168,10 @@ def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, manifest: Mani
         seconds_written=handle._seconds("written"),
         seconds_durable=handle._seconds("durable"),
         codecs={CODEC_NAMES[codec]: size for codec, size in sorted(writer.codec_bytes.items())},
-        slab=job.slab_note,
-        io=job.io_note + (", in part buffered: refused" if writer.refused_direct else ""),
+        slab=f"{job.slab_note}; {job.slab.memory.note()}",
+        io=job.sink.note,
+        priority=job.writing.priority_note,
+        predicted_stall=handle.predicted_stall,
     )
 
 

@@ -29,6 +29,17 @@ def choose_slab(state_bytes: int, asked: int | None, available: int | None) -> t
     return limit, f"{limit} bytes ({why}) for a state of {need}: staging waits for the disk"
 
 
+def predict_stall(state_bytes: int, slab_bytes: int, rate: float | None) -> float | None:
+    """Seconds of waiting for the disk while a state is staged: what does not fit, at `rate` bytes/s. Pure.
+
+    0.0 when all fits; None when it does not and no rate is known.
+    """
+    excess = state_bytes - slab_bytes
+    if excess <= 0:
+        return 0.0
+    return None if rate is None else excess / rate
+
+
 def chunk_bytes_for(slab_bytes: int) -> int:
     """Bytes staged at a time: 16 MiB, or a quarter of a small slab, in whole extents."""
     return max(min(CHUNK_BYTES, slab_bytes // 4 // EXTENT_BYTES * EXTENT_BYTES), EXTENT_BYTES)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
-import mmap
 import threading
+from collections import deque
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import numpy as np
@@ -13,14 +13,16 @@ import torch
 
 from .errors import CkptError
 from .format import align
+from .host_memory import HostMemory
 
 
 class Piece(NamedTuple):
-    """A leased piece: where it begins, its length, and what `release` must give back (with skipped bytes)."""
+    """A leased piece: where it begins, its length, what it takes from the ring (with skipped bytes), its number."""
 
     offset: int
     length: int
     cost: int
+    number: int
 
 
 class StagingAbortedError(CkptError):
@@ -28,28 +30,62 @@ class StagingAbortedError(CkptError):
 
 
 class Slab:
-    """A first-in first-out ring over `size` bytes (a multiple of 4096).
-
-    One thread takes pieces, another gives them back in the same order. `tensor` and `array` view the same memory.
-    """
+    """A ring over `size` bytes (a multiple of 4096). One thread takes pieces, others give them back in any order."""
 
     def __init__(self, size: int, pinned: bool) -> None:
-        self.size, self.pinned = size, pinned
-        self.tensor = _allocate(size, pinned)
-        self.array: npt.NDArray[np.uint8] = self.tensor.numpy()
-        self._bounce: npt.NDArray[np.uint8] | None = None
+        self.size = size
+        self.memory = HostMemory(size, pinned)
+        self.array: npt.NDArray[np.uint8] = self.memory.array
         self._changed = threading.Condition()
-        self._head = self._used = 0
+        self._head = self._used = self._taken = 0
+        self._leased: deque[Piece] = deque()
+        self._back: set[int] = set()
         self._aborted = False
-
-    def bounce(self, size: int) -> npt.NDArray[np.uint8]:
-        """Page-aligned memory of `size` bytes for the writer to pack encoded extents in; kept for the next save."""
-        if self._bounce is None or self._bounce.size < size:
-            self._bounce = _allocate(size, pinned=False).numpy()
-        return self._bounce[:size]
 
     def take(self, length: int) -> Piece:
         """Lease `length` bytes at a 4 KiB edge; waits for space. StagingAbortedError after `abort`."""
+        piece = self._lease(length)
+        self.memory.wait_ready(piece.offset + align(length))
+        return piece
+
+    def room(self, piece: Piece) -> npt.NDArray[np.uint8]:
+        """Bytes of a piece up to the next 4 KiB edge: (align(length),) uint8."""
+        return self.array[piece.offset : piece.offset + align(piece.length)]
+
+    def parts(self, piece: Piece) -> Iterator[torch.Tensor]:
+        """A piece as (n,) uint8 tensors that one device copy may fill each."""
+        for offset, length in self.memory.edges(piece.offset, piece.length):
+            yield self.memory.tensor[offset : offset + length]
+
+    def release(self, piece: Piece) -> None:
+        """Give a piece back; its space is used again once all older ones are back too."""
+        with self._changed:
+            self._back.add(piece.number)
+            while self._leased and self._leased[0].number in self._back:
+                oldest = self._leased.popleft()
+                self._back.remove(oldest.number)
+                self._used -= oldest.cost
+            self._changed.notify_all()
+
+    def abort(self) -> None:
+        """Wake and refuse whoever waits in `take`, until `reset`."""
+        with self._changed:
+            self._aborted = True
+            self._changed.notify_all()
+
+    def reset(self) -> None:
+        """Empty again; only between saves."""
+        with self._changed:
+            self._head = self._used = 0
+            self._leased.clear()
+            self._back.clear()
+            self._aborted = False
+
+    def close(self) -> None:
+        """Unlock the memory; nothing may use it any more."""
+        self.memory.close()
+
+    def _lease(self, length: int) -> Piece:
         need = align(length)
         if need > self.size // 2:
             raise CkptError(f"a piece of {length} bytes may never fit a slab of {self.size}")
@@ -67,34 +103,7 @@ class Slab:
             offset = 0 if wraps else self._head
             self._head = offset + need
             self._used += need + skip
-            return Piece(offset, length, need + skip)
-
-    def release(self, piece: Piece) -> None:
-        """Give the oldest leased piece back."""
-        with self._changed:
-            self._used -= piece.cost
-            self._changed.notify_all()
-
-    def abort(self) -> None:
-        """Wake and refuse whoever waits in `take`, until `reset`."""
-        with self._changed:
-            self._aborted = True
-            self._changed.notify_all()
-
-    def reset(self) -> None:
-        """Empty again; only between saves."""
-        with self._changed:
-            self._head = self._used = 0
-            self._aborted = False
-
-
-def _allocate(size: int, pinned: bool) -> torch.Tensor:
-    """Page-aligned uint8 tensor of `size` bytes; page-locked for the accelerator when `pinned`."""
-    if pinned:
-        return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-    memory = mmap.mmap(-1, size)
-    # Huge pages make the first touch of the slab several times cheaper; a kernel without them just says no.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=torch.uint8)
+            self._taken += 1
+            piece = Piece(offset, length, need + skip, self._taken)
+            self._leased.append(piece)
+            return piece

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
 from .dtypes import dtype_of
 from .plan import Chunk, Plan, Stream, chunks
+from .progress import Progress
 from .slab import Piece, Slab
+
+T = TypeVar("T")
 
 
 class Staged(NamedTuple):
@@ -31,12 +34,12 @@ class SideStreams:
             stream.wait_stream(torch.cuda.current_stream(device))
             self._streams.append(stream)
 
-    def run(self, work: Callable[[], None]) -> None:
+    def run(self, work: Callable[[], T]) -> T:
         """Do `work` in the calling thread with these streams current."""
         with ExitStack() as stack:
             for stream in self._streams:
                 stack.enter_context(torch.cuda.stream(stream))
-            work()
+            return work()
 
 
 def side_streams(plan: Plan) -> SideStreams:
@@ -45,29 +48,37 @@ def side_streams(plan: Plan) -> SideStreams:
     return SideStreams({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
 
 
-def stage(plan: Plan, slab: Slab, chunk_bytes: int, deliver: Callable[[Staged], None]) -> None:
-    """Copy every stream into the slab in order and hand each chunk on; returns when the last copy has finished."""
+def stage(
+    plan: Plan, slab: Slab, chunk_bytes: int, deliver: Callable[[Staged], None], progress: Progress
+) -> list[torch.cuda.Event]:
+    """Copy every stream into the slab in order and hand each chunk on.
+
+    Copies from a device are queued on its current stream; the events returned, one per device, are behind the last.
+    """
     last: dict[torch.device, torch.cuda.Event] = {}  # a later event of a device covers its earlier ones
     for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
         piece = slab.take(chunk.length)
         stream = plan.streams[chunk.stream]
         event = _copy_in(stream, chunk, slab, piece)
         deliver(Staged(chunk, piece, event))
-        if event is not None and isinstance(stream.source, torch.Tensor):
-            last[stream.source.device] = event
-    for event in last.values():
-        event.synchronize()
+        device = stream.source.device if isinstance(stream.source, torch.Tensor) else torch.device("cpu")
+        if event is not None:
+            last[device] = event
+        if chunk.start + chunk.length == stream.nbytes:
+            progress.advance(chunk.stream, device, event)
+    return list(last.values())
 
 
 def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cuda.Event | None:
-    memory = slab.tensor[piece.offset : piece.offset + piece.length]
-    if isinstance(stream.source, bytes):
-        part = bytearray(stream.source[chunk.start : chunk.start + chunk.length])
-        memory.copy_(torch.frombuffer(part, dtype=torch.uint8))
-        return None
-    element = stream.source.element_size()
-    copy_range(memory.view(dtype_of(stream.dtype)), stream.source, chunk.start // element)
-    if stream.source.device.type != "cuda":
+    at = chunk.start
+    for memory in slab.parts(piece):
+        if isinstance(stream.source, bytes):
+            memory.copy_(torch.frombuffer(bytearray(stream.source[at : at + len(memory)]), dtype=torch.uint8))
+        else:
+            element = stream.source.element_size()
+            copy_range(memory.view(dtype_of(stream.dtype)), stream.source, at // element)
+        at += len(memory)
+    if isinstance(stream.source, bytes) or stream.source.device.type != "cuda":
         return None
     event = torch.cuda.Event()
     event.record(torch.cuda.current_stream(stream.source.device))

@@ -19,7 +19,7 @@ from .handle import SaveHandle
 from .jsonio import Json
 from .loading import describe, load_step, verified_base
 from .lock import LOCK, StoreLock
-from .options import Compress, Io, OnError, Options
+from .options import Compress, Engine, Io, OnError, Options, Priority
 from .places import locate
 from .plan import make_plan
 from .reader import StepReader
@@ -60,21 +60,31 @@ class Store:
         *,
         metrics: Mapping[str, float] | None = None,
         overlap: bool = False,
+        fence: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
     ) -> SaveHandle:
         """Start a save of `step` and return when `tensors` may change again (overlap=True: at once).
 
         tensors: any dtype of `lf_ckpt.DTYPES`, shape, stride and device; names of the same memory stay tied.
-        items: JSON data and bytes. metrics: numbers that retention (`Best`) and the tools may use. With overlap=True
-        call `handle.wait_staged()` before the optimizer changes the tensors. One save is in flight at a time; a second
-        one waits for it. Saving a step again makes a new attempt that supersedes the old one. Raises UnsupportedError
-        before anything is written, the error of the save before (on_error="raise"), and CkptError on a closed or
-        read-only store or in a forked child.
+        items: JSON data and bytes. metrics: numbers that retention (`Best`) and the tools may use.
+
+        overlap=True copies behind the next forward and backward. With `fence`, the
+        optimizer(s) of the tensors, in the order in which they step, that is all: what only they write is copied before
+        each one's next `step()`, by a hook that stays on it, and everything else (buffers such as running statistics,
+        tensor learning rates, averages, frozen parameters) before this returns. A step that fires no hook, as a
+        captured one, comes after `handle.fence()`. Without `fence` nothing may change before `handle.wait_staged()` or
+        `handle.fence()`, not even running statistics. One save is in flight at a time; a second one waits for it.
+        Saving a step again makes a new attempt that supersedes the old one. Raises UnsupportedError before anything is
+        written, the error of the save before (on_error="raise"), and CkptError on a closed or read-only store or in a
+        forked child.
         """
         saver = self._writable()
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
+        optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
+        if optimizers and not overlap:
+            raise ValueError("fence= belongs to overlap=True")
         plan = make_plan(tensors, items or {}, metrics)
-        return saver.start(step, plan, overlap)
+        return saver.start(step, plan, overlap, optimizers)
 
     def load(
         self,
@@ -289,6 +299,11 @@ def open(
     threads: int = 1,
     read_only: bool = False,
     mode: Mode = "auto",
+    engine: Engine = "auto",
+    writers: int = 4,
+    priority: Priority = "low",
+    rate_limit: int | None = None,
+    expected_bytes: int | None = None,
     files: Storage | None = None,
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
@@ -299,11 +314,33 @@ def open(
     slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
         state `save` waits for the disk while it copies.
     compress: "auto" samples which byte planes pay, "raw" never compresses, "zstd" tries every plane.
-    io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does.
-    threads: threads that hash and compress. files: the file layer, for tests and other storage.
+    io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does, "direct" raises
+        where it cannot.
+    threads: threads that hash and compress.
+    engine: "io_uring" (lf-iouring), "threads" (`writers` of them), or "auto", the first where it can be had;
+        `SaveReport.io` says which and why. CkptError for an engine that cannot be had.
+    priority: "low" gives the background threads nice 10 and the last place in the I/O queue; "normal" leaves them.
+    rate_limit: bytes per second that saves may write at most.
+    expected_bytes: size of the state; its slab is then made, and page-locked, in the background at once.
     mode: "local" relies on rename, O_DIRECT and directory fsync; "shared" (NFS, Lustre, FUSE) on none of them; "auto"
         looks at the type of the file system. `Store.info` says what was chosen and why.
+    files: the file layer, for tests and other storage.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
-    options = Options(tuple(keep), on_error, full_every, slab_bytes, compress, io, threads, read_only, mode)
+    options = Options(
+        keep=tuple(keep),
+        on_error=on_error,
+        full_every=full_every,
+        slab_bytes=slab_bytes,
+        compress=compress,
+        io=io,
+        threads=threads,
+        read_only=read_only,
+        mode=mode,
+        engine=engine,
+        writers=writers,
+        priority=priority,
+        rate_limit=rate_limit,
+        expected_bytes=expected_bytes,
+    )
     return Store(path, options, files)

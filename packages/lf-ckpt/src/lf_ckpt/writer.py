@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, field
@@ -12,7 +11,6 @@ import numpy as np
 from .codec import Bytes, PlaneChooser, encode_planes
 from .errors import CkptError
 from .format import (
-    ALIGN,
     EXTENT_BYTES,
     HEADER_BYTES,
     PLANES,
@@ -30,11 +28,8 @@ from .format import (
 )
 from .manifest import DataFile, Placed, data_file_name
 from .plan import Chunk, Stream
-from .storage import Buffer, Storage
-
-_ZEROS = bytes(ALIGN)
-# A direct write waits for the disk: worth it for long runs, while small tensors are gathered by the page cache.
-_DIRECT_FROM = EXTENT_BYTES
+from .sink import Sink
+from .storage import Buffer
 
 
 @dataclass(frozen=True)
@@ -59,22 +54,15 @@ class Encoded:
 
 @dataclass
 class DataFileWriter:
-    """Appends extents to an open, empty `.lfckpt`. Call `add` per chunk in stream order, then `finish` once.
+    """Appends extents to an open, empty `.lfckpt`. Call `add` per chunk in stream order, then `finish` once."""
 
-    fd: for everything small. direct: the same file past the page cache, or None. bounce: page-aligned memory of a size.
-    """
-
-    files: Storage
-    fd: int
-    direct: int | None
-    bounce: Callable[[int], Bytes]
+    sink: Sink
     header: Header
     streams: Sequence[Stream]
     base: Base | None
     compress: str
     pool: Executor | None = None
     smallest_shared: int = 0
-    refused_direct: bool = False
     extents: list[Extent] = field(default_factory=list)
     codec_bytes: dict[int, int] = field(default_factory=dict)
     _place: int = HEADER_BYTES
@@ -82,12 +70,13 @@ class DataFileWriter:
 
     def start(self) -> None:
         """Write the header."""
-        self.files.write(self.fd, [pack_header(self.header)], 0)
+        self.sink.put([pack_header(self.header)], 0)
 
-    def add(self, chunk: Chunk, room: Bytes) -> None:
+    def add(self, chunk: Chunk, room: Bytes, landed: Callable[[], None]) -> None:
         """Encode and append one chunk.
 
-        room: (align(chunk.length),) uint8 that begins with the chunk; the rest is overwritten. Free when this returns.
+        room: (align(chunk.length),) uint8, page-aligned, begins with the chunk; it is overwritten by the stored bytes,
+        and is free when `landed` is called, by any thread.
         """
         stream = self.streams[chunk.stream]
         if room.size != align(chunk.length):
@@ -100,7 +89,7 @@ class DataFileWriter:
         pieces = [raw[at : at + EXTENT_BYTES] for at in range(0, chunk.length, EXTENT_BYTES)]
         encoded = self._encode_all(pieces, stream)
         self._number(chunk, pieces, encoded, stream.width)
-        self._write(room, chunk, encoded)
+        self._write(room, encoded, landed)
 
     def _encode_all(self, pieces: list[Bytes], stream: Stream) -> list[Encoded]:
         """Encode the extents of a chunk, in the pool when there is one; masks are chosen here, in order."""
@@ -129,44 +118,14 @@ class DataFileWriter:
             start += piece.size
             place += align(stored)
 
-    def _write(self, room: Bytes, chunk: Chunk, encoded: list[Encoded]) -> None:
+    def _write(self, room: Bytes, encoded: list[Encoded], landed: Callable[[], None]) -> None:
         """Append the stored bytes of a chunk, each padded to 4 KiB, with one call."""
-        size = sum(align(len(e.data)) for e in encoded)
-        if (
-            self.direct is None
-            or size < _DIRECT_FROM
-            or not self._write_direct(self.direct, room, chunk, encoded)
-        ):
-            buffers: list[Buffer] = []
-            for e in encoded:
-                buffers += [e.data, _ZEROS[: align(len(e.data)) - len(e.data)]]
-            self.files.write(self.fd, buffers, self._place)
-        self._place += size
-
-    def _write_direct(self, direct: int, room: Bytes, chunk: Chunk, encoded: list[Encoded]) -> bool:
-        """The same past the page cache; False when that is refused, now or after a short write."""
-        if all(e.codec == RAW for e in encoded):
-            room[chunk.length :] = 0
-            data = room
+        size = _pack(room, encoded)
+        if size:
+            self.sink.submit(room[:size], self._place, landed)
         else:
-            data = self._pack(encoded, sum(align(len(e.data)) for e in encoded))
-        try:
-            self.files.write(direct, [data.data], self._place)
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-            self.refused_direct = True
-            return False
-        return True
-
-    def _pack(self, encoded: list[Encoded], size: int) -> Bytes:
-        packed, at = self.bounce(size), 0
-        for e in encoded:
-            end, stop = at + len(e.data), at + align(len(e.data))
-            packed[at:end] = np.frombuffer(e.data, np.uint8) if e.data else 0
-            packed[end:stop] = 0
-            at = stop
-        return packed
+            landed()
+        self._place += size
 
     @property
     def shared_bytes(self) -> int:
@@ -180,7 +139,7 @@ class DataFileWriter:
         parent = bytes.fromhex(self.base.root) if self.base and self.shared_bytes else None
         digest = hash128(index)
         trailer = Trailer(self._place, len(index), len(self.extents), size, digest, parent)
-        self.files.write(self.fd, [index, pack_trailer(trailer)], self._place)
+        self.sink.put([index, pack_trailer(trailer)], self._place)
         return DataFile(data_file_name(self.header.rank), size, len(self.extents), digest.hex())
 
     def placed(self, file: int = 0) -> list[Placed]:
@@ -197,6 +156,24 @@ class DataFileWriter:
     def table(self) -> dict[bytes, int]:
         """Raw hash -> extent number, for the deltas of a full step."""
         return {extent.raw_hash: number for number, extent in enumerate(self.extents)}
+
+
+def _pack(room: Bytes, encoded: list[Encoded]) -> int:
+    """Move the stored bytes of a chunk to the front of its own memory, padded with zeros; returns the bytes used.
+
+    Nothing stored is longer than what it stands for, and raw extents begin at 4 KiB edges, so what is moved never
+    runs over what still has to be.
+    """
+    at = 0
+    for e in encoded:
+        end, stop = at + len(e.data), at + align(len(e.data))
+        if e.data:
+            source = np.frombuffer(e.data, np.uint8)
+            if source.ctypes.data != room.ctypes.data + at:
+                room[at:end] = source
+        room[end:stop] = 0
+        at = stop
+    return at
 
 
 def _encode(raw: Bytes, width: int, mask: int, base: Mapping[bytes, int] | None) -> Encoded:
