@@ -60,3 +60,30 @@ def test_generators_of_the_device_continue(tmp_path: Path) -> None:
         lf_ckpt.set_rng_state(store.load())
 
     assert torch.equal(torch.rand(5, device="cuda"), wanted)
+
+
+def test_a_step_is_streamed_to_the_device(tmp_path: Path, tensors: dict[str, torch.Tensor]) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, tensors).wait()
+        loaded = store.load(device="cuda")
+        half = {"layer0.weight": torch.zeros(3_000_000, device="cuda", dtype=torch.bfloat16)}
+        store.load(into=half, only="layer0.weight", cast=True)
+
+    assert all(tensor.is_cuda for tensor in loaded.tensors.values())
+    assert_same(loaded.tensors, tensors)
+    assert torch.equal(half["layer0.weight"], tensors["layer0.weight"].bfloat16())
+    assert "page-locked" in loaded.report.devices[0]
+
+
+def test_memory_that_kernels_still_use_is_not_overwritten_early(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, {"w": torch.ones(2_000_000)}).wait()
+        into = {"w": torch.zeros(2_000_000, device="cuda")}
+        factor = torch.randn(6000, 6000, device="cuda")
+        for _ in range(20):
+            factor = factor @ factor * 1e-3
+        seen = into["w"] + factor[0, 0] * 0
+        store.load(into=into)
+
+    assert not seen.nan_to_num().any()
+    assert bool((into["w"] == 1).all())

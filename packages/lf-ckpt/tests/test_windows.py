@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from concurrent.futures import ThreadPoolExecutor
-
 import pytest
 import torch
 from ckpt_states import bits
@@ -11,7 +9,7 @@ from test_shards import Cut, write_step
 
 from lf_ckpt.boxes import Box, whole
 from lf_ckpt.files import FileLayer
-from lf_ckpt.loading import _Work
+from lf_ckpt.filling import Filler
 from lf_ckpt.reader import StepReader
 from lf_ckpt.windows import Window, needed, part_of, scatter, window_of
 
@@ -44,8 +42,8 @@ def test_a_window_gets_its_elements_and_no_others(reader: StepReader, box: Box, 
     shape = box.shape[::-1] if transposed else box.shape
     local = torch.full(shape, -1.0)
     window = Window(local.T if transposed else local, box)
-    with ThreadPoolExecutor(2) as pool:
-        _Work(reader, pool, verify=True).fill_window(reader.manifest.tensors[0], window)
+    with Filler(reader, 2, verify=True) as filler:
+        filler.fill_window(reader.manifest.tensors[0], window)
 
     assert bits(window.local) == bits(part_of(ROWS, box))
 

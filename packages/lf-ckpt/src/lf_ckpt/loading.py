@@ -2,53 +2,51 @@
 
 from __future__ import annotations
 
-import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from functools import partial
-from typing import NamedTuple, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
-import numpy as np
 import torch
 
-from .boxes import Box, relative, whole
-from .codec import Bytes
+from .boxes import whole
 from .dtypes import dtype_of
-from .errors import CorruptError, MismatchError
-from .format import EXTENT_BYTES, SAME, Extent
-from .manifest import BlobEntry, Manifest, TensorEntry, data_file_name
-from .reader import OpenFile, StepReader, new_scratch
+from .errors import CorruptError, UnsupportedError
+from .filling import Filler
+from .format import SAME
+from .manifest import Manifest, TensorEntry, data_file_name
+from .naming import Fitting, Kind, MapNames, Match, match, rename, select
+from .reader import StepReader, new_scratch
 from .report import Loaded, LoadReport
-from .staging import copy_range
-from .windows import Needed, Window, needed, part_of, scatter, window_of
+from .windows import Window, is_sharded, window_of
 from .writer import Base
 
-T = TypeVar("T")
-Found: TypeAlias = tuple[OpenFile, int, Extent]
-_local = threading.local()
 
+@dataclass(frozen=True)
+class Wanted:
+    """What to load and how; see `Store.load`."""
 
-class Fit(NamedTuple):
-    """How saved tensors and receiving tensors match, by name."""
+    into: Mapping[str, torch.Tensor] | None = None
+    only: str | Sequence[str] | None = None
+    map_names: MapNames | None = None
+    reshape: bool = False
+    cast: bool = False
+    device: torch.device | None = None
+    strict: bool = True
+    verify: bool = True
 
-    taken: tuple[str, ...]
-    missing: tuple[str, ...]
-    unexpected: tuple[str, ...]
-    mismatched: tuple[str, ...]
-
-
-def fit(manifest: Manifest, into: Mapping[str, torch.Tensor]) -> Fit:
-    """Compare names, shapes and dtypes; tied names count as tensors of their own. Pure."""
-    saved = entries_by_name(manifest)
-    mismatched = [
-        f"{name}: {saved[name].dtype}{list(saved[name].shape)} -> {tensor.dtype}{list(tensor.shape)}"
-        for name, tensor in into.items()
-        if name in saved and not _same_kind(saved[name], tensor)
-    ]
-    taken = tuple(name for name, tensor in into.items() if name in saved and _same_kind(saved[name], tensor))
-    missing = tuple(name for name in into if name not in saved)
-    return Fit(taken, missing, tuple(name for name in saved if name not in into), tuple(mismatched))
+    @classmethod
+    def of(cls, device: str | torch.device | None, **options: object) -> Wanted:
+        """With `device` tried out: UnsupportedError when it cannot be used, ValueError with `into`."""
+        if device is None:
+            return cls(**options)  # type: ignore[arg-type]
+        if options.get("into") is not None:
+            raise ValueError("device= is for fresh tensors; those of `into` stay where they are")
+        try:
+            place = torch.empty(0, device=device).device
+        except Exception as error:  # torch raises several kinds for a device that is not there
+            raise UnsupportedError(f"device {device}: {error}") from error
+        return cls(device=place, **options)  # type: ignore[arg-type]
 
 
 def entries_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
@@ -57,129 +55,121 @@ def entries_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
     return entries | {alias: entries[name] for alias, name in manifest.aliases.items()}
 
 
-def load_step(
-    reader: StepReader, into: Mapping[str, torch.Tensor] | None, *, strict: bool, verify: bool, threads: int
-) -> Loaded:
-    """Read one step. With `into`, nothing is written before the whole step has passed its hashes.
+def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
+    """Read one step. With `into`, nothing is written before everything needed has passed its hashes.
 
-    Raises CorruptError, MismatchError (strict) and UnsupportedError (a dtype that this torch lacks).
+    Raises CorruptError, MismatchError, CkptError (names that collide) and UnsupportedError (a dtype that this torch
+    lacks).
     """
     began = time.perf_counter()
     manifest = reader.manifest
-    with ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load") as pool:
-        work = _Work(reader, pool, verify)
-        if into is None:
-            tensors, match = _load_fresh(work), Fit((), (), (), ())
+    entries = entries_by_name(manifest)
+    names = rename(entries, wanted.map_names)
+    chosen = select(entries, wanted.only)
+    plan = _fresh_plan if wanted.into is None else _plan_into
+    found = plan(entries, names, chosen, wanted)
+    if wanted.strict:
+        found.require()
+    with Filler(reader, threads, wanted.verify) as filler:
+        if wanted.into is None:
+            tensors = _load_fresh(filler, entries, found, wanted.device)
         else:
-            match = fit(manifest, into)
-            if strict and (match.missing or match.unexpected or match.mismatched):
-                raise MismatchError(match.missing, match.unexpected, match.mismatched)
-            tensors = _load_into(work, into, match.taken)
-        blobs = {entry.name: work.blob(entry) for entry in manifest.blobs}
+            tensors = _load_into(filler, entries, found, wanted.into)
+        blobs = {entry.name: filler.blob(entry) for entry in manifest.blobs}
     report = LoadReport(
-        manifest.folder, reader.kind, work.bytes_read, time.perf_counter() - began, verify, (), *match[1:]
+        folder=manifest.folder,
+        kind=reader.kind,
+        bytes_read=filler.bytes_read,
+        seconds=time.perf_counter() - began,
+        verified=wanted.verify,
+        missing=found.missing,
+        unexpected=found.unexpected,
+        mismatched=found.mismatched,
+        taken=tuple(found.source),
+        renamed=found.renamed,
+        reshaped=found.reshaped,
+        cast=found.cast,
+        left_out=len(entries) - len(chosen),
+        devices=filler.devices,
     )
     return Loaded(manifest.step, tensors, {**manifest.items, **blobs}, report)
 
 
-class _Work:
-    """The extents of one load, spread over threads; each thread has its own scratch."""
-
-    def __init__(self, reader: StepReader, pool: ThreadPoolExecutor, verify: bool) -> None:
-        self.reader, self.pool, self.verify = reader, pool, verify
-        self.bytes_read = 0
-
-    def each(self, extents: Iterable[Found], job: Callable[[OpenFile, int, Extent], None]) -> None:
-        """Run `job` for every extent; the first error is raised after the others have stopped."""
-        found = list(extents)
-        self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
-        _drain(self.pool.map(lambda extent: job(*extent), found))
-
-    def fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
-        """Decode a whole stream into `out`, (nbytes,) uint8."""
-
-        def job(file: OpenFile, number: int, extent: Extent) -> None:
-            view = out[extent.start : extent.start + extent.raw_bytes]
-            self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
-
-        self.each(extents, job)
-
-    def fill_window(self, entry: TensorEntry, window: Window) -> None:
-        """Decode what a part of a tensor, of any stride and device, holds."""
-        for part in needed(self.reader, entry, window.box):
-            if part.shared == part.shard.box:
-                place = part_of(window.local, relative(part.shared, window.box.offsets))
-                self._fill_shard(entry, part, place)
-            else:
-                self._decode(entry.name, part, window.local.dtype, partial(scatter, part.shard.box, window))
-
-    def _fill_shard(self, entry: TensorEntry, part: Needed, place: torch.Tensor) -> None:
-        """Decode a whole shard into `place`."""
-        plain = place.device.type == "cpu" and not (place.is_conj() or place.is_neg())
-        if plain and place.is_contiguous():
-            self.fill(entry.name, part.extents, _flat_bytes(place))
-        else:
-            self._decode(entry.name, part, place.dtype, partial(_copy_back, place))
-
-    def _decode(
-        self, name: str, part: Needed, dtype: torch.dtype, put: Callable[[torch.Tensor, int], None]
-    ) -> None:
-        """Decode extents and `put` the elements of each with the number of the first in its shard."""
-
-        def job(file: OpenFile, number: int, extent: Extent) -> None:
-            scratch, decoded = _scratch()
-            view = decoded[: extent.raw_bytes]
-            self.reader.read(file, number, view, scratch, name, verify=self.verify)
-            flat = torch.from_numpy(view).view(dtype)
-            put(flat, extent.start // flat.element_size())
-
-        self.each(part.extents, job)
-
-    def blob(self, entry: BlobEntry) -> bytes:
-        """A bytes item."""
-        out = np.empty(entry.nbytes, np.uint8)
-        self.fill(entry.name, self.reader.extents_of(entry.placed), out)
-        return out.tobytes()
-
-    def precheck(self, name: str, extents: Iterable[Found]) -> None:
-        """Hash the stored bytes of these extents."""
-        self.each(extents, lambda file, number, _: self._check(file, number, name))
-
-    def _check(self, file: OpenFile, number: int, name: str) -> None:
-        self.reader.check(file, number, _scratch()[0], name)
+Entries = Mapping[str, TensorEntry]
 
 
-def _load_fresh(work: _Work) -> dict[str, torch.Tensor]:
-    manifest = work.reader.manifest
-    tensors: dict[str, torch.Tensor] = {}
-    for entry in manifest.tensors:
-        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
-        work.fill_window(entry, Window(tensor, whole(entry.shape)))
-        tensors[entry.name] = tensor
-    return tensors | {alias: tensors[name] for alias, name in manifest.aliases.items()}
+def _fresh_plan(entries: Entries, names: Mapping[str, str], chosen: Sequence[str], wanted: Wanted) -> Match:
+    """Everything chosen, by its present name."""
+    source = {names[old]: old for old in chosen}
+    return Match(source, renamed=tuple((old, new) for new, old in source.items() if old != new))
+
+
+def _plan_into(entries: Entries, names: Mapping[str, str], chosen: Sequence[str], wanted: Wanted) -> Match:
+    """Tensors of `into` whose saved ones were not chosen are left alone: they are not missing."""
+    into, kept = wanted.into or {}, set(chosen)
+    left_alone = {new for old, new in names.items() if old not in kept}
+    live = {name: _kind(tensor) for name, tensor in into.items() if name not in left_alone}
+    saved = {name: Kind(dtype_of(entries[name].dtype), entries[name].shape) for name in chosen}
+    how = Fitting(wanted.reshape, wanted.cast)
+    found = match(saved, live, {old: names[old] for old in chosen}, how)
+    sharded = [name for name in found.source if is_sharded(into[name])]
+    reshaped = {text.rpartition(": ")[0] for text in found.reshaped}
+    if bad := [name for name in sharded if name in reshaped]:
+        raise UnsupportedError(f"{bad[0]}: a DTensor cannot be loaded with another shape; load it whole")
+    return found
+
+
+def _load_fresh(
+    filler: Filler, entries: Entries, found: Match, device: torch.device | None
+) -> dict[str, torch.Tensor]:
+    made: dict[str, torch.Tensor] = {}  # by stored name: tied names give one tensor
+    for old in found.source.values():
+        entry = entries[old]
+        if entry.name not in made:
+            tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
+            filler.fill_window(entry, Window(tensor, whole(entry.shape)))
+            made[entry.name] = tensor
+    return {new: made[entries[old].name] for new, old in found.source.items()}
+
+
+class _Target(NamedTuple):
+    """Where a saved tensor goes, and what to do when it is there (None: nothing)."""
+
+    entry: TensorEntry
+    window: Window
+    settle: Callable[[], object] | None
 
 
 def _load_into(
-    work: _Work, into: Mapping[str, torch.Tensor], names: tuple[str, ...]
+    filler: Filler, entries: Entries, found: Match, into: Mapping[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    entries = entries_by_name(work.reader.manifest)
-    windows = {name: window_of(name, into[name]) for name in names}
-    if work.verify:
-        _check_all(
-            work, {(entries[name].name, window.box): entries[name] for name, window in windows.items()}
-        )
-    for name, window in windows.items():
-        work.fill_window(entries[name], window)
-    return {name: into[name] for name in names}
+    targets = [_target(name, into[name], entries[old]) for name, old in found.source.items()]
+    if filler.verify:
+        for (_, box), entry in {(t.entry.name, t.window.box): t.entry for t in targets}.items():
+            filler.check_window(entry, box)
+        for blob in filler.reader.manifest.blobs:
+            filler.check(blob.name, filler.reader.extents_of(blob.placed))
+    for target in targets:
+        filler.fill_window(target.entry, target.window)
+        if target.settle is not None:
+            target.settle()
+    return {name: into[name] for name in found.source}
 
 
-def _check_all(work: _Work, wanted: Mapping[tuple[str, Box], TensorEntry]) -> None:
-    """Hash everything that is about to be read."""
-    for (name, box), entry in wanted.items():
-        for part in needed(work.reader, entry, box):
-            work.precheck(name, part.extents)
-    for blob in work.reader.manifest.blobs:
-        work.precheck(blob.name, work.reader.extents_of(blob.placed))
+def _target(name: str, tensor: torch.Tensor, entry: TensorEntry) -> _Target:
+    """A tensor of another shape is filled through a view of the saved shape, or a copy where it has no such view."""
+    if tuple(tensor.shape) == entry.shape:
+        return _Target(entry, window_of(name, tensor), None)
+    live, full = tensor.detach(), whole(entry.shape)
+    try:
+        return _Target(entry, Window(live.view(entry.shape), full), None)
+    except RuntimeError:
+        copy = torch.empty(entry.shape, dtype=live.dtype)
+        return _Target(entry, Window(copy, full), lambda: live.copy_(copy.view(live.shape)))
+
+
+def _kind(tensor: torch.Tensor) -> Kind:
+    return Kind(tensor.dtype, tuple(tensor.shape))
 
 
 def verify_step(reader: StepReader) -> int:
@@ -216,32 +206,3 @@ def verified_base(reader: StepReader, store_id: str, rank: int = 0) -> Base | No
         manifest.parent.root,
         {e.raw_hash: e.place for e in extents if e.codec == SAME},
     )
-
-
-def _same_kind(entry: TensorEntry, tensor: torch.Tensor) -> bool:
-    return entry.shape == tuple(tensor.shape) and dtype_of(entry.dtype) == tensor.dtype
-
-
-def _copy_back(place: torch.Tensor, flat: torch.Tensor, begin: int) -> None:
-    copy_range(flat, place, begin, back=True)
-
-
-def _flat_bytes(tensor: torch.Tensor) -> Bytes:
-    """Bytes of a contiguous host tensor, shared with it."""
-    if tensor.numel() == 0:
-        return np.empty(0, np.uint8)
-    # A contiguous tensor of one element may have any stride, and view(uint8) insists on 1.
-    flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
-    return flat
-
-
-def _scratch() -> tuple[Bytes, Bytes]:
-    if not hasattr(_local, "buffers"):
-        _local.buffers = (np.empty(EXTENT_BYTES, np.uint8), np.empty(EXTENT_BYTES, np.uint8))
-    buffers: tuple[Bytes, Bytes] = _local.buffers
-    return buffers
-
-
-def _drain(results: Iterable[None]) -> None:
-    for _ in results:
-        pass

@@ -49,8 +49,10 @@ class SaveReport:
 class LoadReport:
     """How a load went.
 
-    fallbacks: (step, reason) of each newer step that was tried and is damaged. missing: names in `into` that the step
-    lacks. unexpected: names of the step that `into` lacks. mismatched: "name: saved -> wanted" of other shape or dtype.
+    fallbacks: (step, reason) of each newer step that was tried and is damaged. taken: present names of the tensors that
+    were loaded. missing: names in `into` that the step lacks. unexpected: names of the step that `into` lacks.
+    mismatched, reshaped, cast: "name: saved -> wanted" of other shape or dtype, not loaded and loaded. renamed:
+    (saved, present) name. left_out: tensors that `only` did not ask for. devices: how each accelerator was reached.
     """
 
     folder: str
@@ -62,6 +64,12 @@ class LoadReport:
     missing: tuple[str, ...] = ()
     unexpected: tuple[str, ...] = ()
     mismatched: tuple[str, ...] = ()
+    taken: tuple[str, ...] = ()
+    renamed: tuple[tuple[str, str], ...] = ()
+    reshaped: tuple[str, ...] = ()
+    cast: tuple[str, ...] = ()
+    left_out: int = 0
+    devices: tuple[str, ...] = ()
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

@@ -111,7 +111,7 @@ def copy_range(flat: torch.Tensor, tensor: torch.Tensor, begin: int, *, back: bo
 
 
 def _copy(host: torch.Tensor, other: torch.Tensor, back: bool) -> None:
-    if back:
-        other.copy_(host)
+    if back:  # into a device from the slots of a ring, which keep their bytes until the copy has ended
+        other.copy_(host, non_blocking=other.device.type == "cuda")
     else:
         host.copy_(other, non_blocking=other.device.type == "cuda")

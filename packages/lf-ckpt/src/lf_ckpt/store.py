@@ -17,8 +17,9 @@ from .errors import CkptError, CorruptError, NoCheckpointError
 from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
-from .loading import describe, load_step, verified_base
+from .loading import Wanted, describe, load_step, verified_base
 from .lock import LOCK, StoreLock
+from .naming import MapNames
 from .options import Compress, Engine, Io, OnError, Options, Priority
 from .places import locate
 from .plan import make_plan
@@ -91,27 +92,39 @@ class Store:
         step: int | Literal["latest"] = "latest",
         into: Mapping[str, torch.Tensor] | None = None,
         *,
+        only: str | Sequence[str] | None = None,
+        map_names: MapNames | None = None,
+        reshape: bool = False,
+        cast: bool = False,
+        device: str | torch.device | None = None,
         strict: bool = True,
         verify: bool = True,
     ) -> Loaded:
         """Load a step; "latest" is the newest one that verifies, and falling back to it is reported and logged.
 
-        into: tensors to fill in place (any stride, device); touched only after the whole step has verified. strict:
-        raise MismatchError unless names, shapes and dtypes of `into` and the step agree. verify=False skips the
-        hashes, not the structure. An explicit step that is damaged raises CorruptError; NoCheckpointError when there
-        is nothing to load. A save in flight is waited for.
+        into: tensors to fill in place (any stride, device); touched only after all that is needed has verified. strict:
+        raise MismatchError unless names, shapes and dtypes of `into` and the step agree. only: names or shell globs of
+        the tensors to load, as saved ("model.*"); the others are not read. map_names: saved -> present names. reshape,
+        cast: fill tensors of `into` of another shape and as many elements, of another dtype when a conversion only
+        rounds. device: where fresh tensors go (the host when None), streamed there without a whole copy on the host.
+        verify=False skips the hashes, not the structure. An explicit step that is damaged raises CorruptError;
+        NoCheckpointError when there is nothing to load. A save in flight is waited for.
         """
+        wanted = Wanted.of(
+            device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
+            verify=verify,
+        )  # fmt: skip
         self._check_open()
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
             self._saver.current._over.wait()
         if step != "latest":
-            return self._load_exact(step, into, strict, verify)
+            return self._load_exact(step, wanted)
         fallbacks: dict[str, tuple[int, str]] = {}
         for _ in range(_SCANS):
             vanished = False
             for folder in reversed(self._catalog.folders()):
                 try:
-                    loaded = self._load(folder, into, strict, verify)
+                    loaded = self._load(folder, wanted)
                 except (CorruptError, OSError) as error:
                     if gone(error):
                         vanished = True
@@ -209,10 +222,8 @@ class Store:
             _log.warning("%s: removed unfinished saves %s", self.path, ", ".join(swept))
         self._saver = Saver(self._catalog, self.options)
 
-    def _load_exact(
-        self, step: int, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
-    ) -> Loaded:
-        return self._load(self._newest_attempt(step), into, strict, verify)
+    def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
+        return self._load(self._newest_attempt(step), wanted)
 
     def _quiet(self) -> None:
         """Let the save in flight end: its retention must not run while pins change."""
@@ -226,15 +237,12 @@ class Store:
             raise NoCheckpointError(self.path, (), f"step {step}; committed steps: {list(self.steps())}")
         return attempts[-1]
 
-    def _load(
-        self, folder: str, into: Mapping[str, torch.Tensor] | None, strict: bool, verify: bool
-    ) -> Loaded:
+    def _load(self, folder: str, wanted: Wanted) -> Loaded:
         with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:
-            loaded = load_step(
-                reader, into, strict=strict, verify=verify, threads=min(4, os.cpu_count() or 1)
-            )
-            complete = not (loaded.report.unexpected or loaded.report.mismatched)
-            if verify and complete:
+            loaded = load_step(reader, wanted, min(4, os.cpu_count() or 1))
+            report = loaded.report
+            complete = not (report.unexpected or report.mismatched or report.left_out)
+            if wanted.verify and complete:
                 self._offer_base(reader)
             return loaded
 

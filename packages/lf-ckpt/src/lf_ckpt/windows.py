@@ -77,7 +77,7 @@ def needed(reader: StepReader, entry: TensorEntry, box: Box) -> Iterator[Needed]
 def scatter(shard: Box, window: Window, flat: torch.Tensor, begin: int) -> None:
     """Copy elements `begin .. begin + len(flat)` of a shard into those places of a window that they have.
 
-    flat: (n,) contiguous, dtype of the window.
+    flat: (n,) contiguous on the host; to a CUDA device the copies are queued, so it must keep its bytes until then.
     """
     for at, box in boxes_of_range(shard.shape, begin, begin + flat.numel()):
         placed = Box(tuple(o + z for o, z in zip(box.offsets, shard.offsets, strict=True)), box.shape)
@@ -85,7 +85,8 @@ def scatter(shard: Box, window: Window, flat: torch.Tensor, begin: int) -> None:
         if shared is not None:
             source = flat[at - begin : at - begin + box.volume].view(box.shape)
             part_of(window.local, relative(shared, window.box.offsets)).copy_(
-                part_of(source, relative(shared, placed.offsets))
+                part_of(source, relative(shared, placed.offsets)),
+                non_blocking=window.local.device.type == "cuda",
             )
 
 

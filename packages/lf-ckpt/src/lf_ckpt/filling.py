@@ -1,0 +1,157 @@
+"""The extents of one load, read and decoded by threads into tensors of any stride and device."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from types import TracebackType
+from typing import TypeAlias
+
+import numpy as np
+import torch
+
+from .boxes import Box, relative
+from .codec import Bytes
+from .dtypes import dtype_of
+from .format import EXTENT_BYTES, Extent
+from .manifest import BlobEntry, TensorEntry
+from .reader import OpenFile, StepReader
+from .ring import Ring, describe_ring, lane_for
+from .staging import copy_range
+from .windows import Needed, Window, needed, part_of, scatter
+
+Found: TypeAlias = tuple[OpenFile, int, Extent]
+Put: TypeAlias = Callable[[torch.Tensor, int], None]
+_local = threading.local()
+
+
+class Filler:
+    """Reads for one load; a context manager, at whose end all copies to devices have arrived."""
+
+    def __init__(self, reader: StepReader, threads: int, verify: bool) -> None:
+        self.reader, self.verify = reader, verify
+        self.bytes_read = 0
+        self._threads = threads
+        self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load")
+        self._rings: dict[torch.device, Ring] = {}
+
+    def __enter__(self) -> Filler:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        # The threads go first: after an error some may still be queueing copies.
+        self._pool.shutdown(wait=True)
+        for ring in self._rings.values():
+            ring.lane.finish()
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """How each device was reached."""
+        return tuple(describe_ring(device, ring) for device, ring in self._rings.items())
+
+    def fill_window(self, entry: TensorEntry, window: Window) -> None:
+        """Decode what a part of a tensor holds, converted when the dtypes differ."""
+        dtype = dtype_of(entry.dtype)
+        ring = self._ring_for(window.local.device)
+        for part in needed(self.reader, entry, window.box):
+            if part.shared == part.shard.box:
+                place = part_of(window.local, relative(part.shared, window.box.offsets))
+                self._fill_shard(entry.name, part, place, dtype, ring)
+            else:
+                self._decode(entry.name, part, dtype, partial(scatter, part.shard.box, window), ring)
+
+    def blob(self, entry: BlobEntry) -> bytes:
+        """A bytes item."""
+        out = np.empty(entry.nbytes, np.uint8)
+        self._fill(entry.name, self.reader.extents_of(entry.placed), out)
+        return out.tobytes()
+
+    def check_window(self, entry: TensorEntry, box: Box) -> None:
+        """Hash the stored bytes that a part of a tensor needs."""
+        for part in needed(self.reader, entry, box):
+            self.check(entry.name, part.extents)
+
+    def check(self, name: str, extents: Iterable[Found]) -> None:
+        """Hash the stored bytes of these extents."""
+        self._each(extents, lambda file, number, _: self._check(file, number, name))
+
+    def _check(self, file: OpenFile, number: int, name: str) -> None:
+        self.reader.check(file, number, _scratch()[0], name)
+
+    def _ring_for(self, device: torch.device) -> Ring | None:
+        if device.type == "cpu":
+            return None
+        if device not in self._rings:
+            # Two slots per thread: one is filled while the other is copied.
+            self._rings[device] = Ring(lane_for(device), 2 * self._threads)
+        ring = self._rings[device]
+        ring.lane.follow()
+        return ring
+
+    def _each(self, extents: Iterable[Found], job: Callable[[OpenFile, int, Extent], None]) -> None:
+        """Run `job` for every extent; the first error is raised after the others have stopped."""
+        found = list(extents)
+        self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
+        for _ in self._pool.map(lambda extent: job(*extent), found):
+            pass
+
+    def _fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
+        """Decode a whole stream into `out`, (nbytes,) uint8."""
+
+        def job(file: OpenFile, number: int, extent: Extent) -> None:
+            view = out[extent.start : extent.start + extent.raw_bytes]
+            self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
+
+        self._each(extents, job)
+
+    def _fill_shard(
+        self, name: str, part: Needed, place: torch.Tensor, dtype: torch.dtype, ring: Ring | None
+    ) -> None:
+        """Decode a whole shard into `place`."""
+        plain = ring is None and not (place.is_conj() or place.is_neg())
+        if plain and place.is_contiguous() and place.dtype == dtype:
+            self._fill(name, part.extents, flat_bytes(place))
+        else:
+            self._decode(name, part, dtype, partial(_copy_back, place), ring)
+
+    def _decode(self, name: str, part: Needed, dtype: torch.dtype, put: Put, ring: Ring | None) -> None:
+        """Decode extents and `put` the elements of each with the number of the first in its shard."""
+
+        def job(file: OpenFile, number: int, extent: Extent) -> None:
+            scratch, decoded = _scratch()
+            begin = extent.start // dtype.itemsize
+            if ring is None:
+                view = decoded[: extent.raw_bytes]
+                self.reader.read(file, number, view, scratch, name, verify=self.verify)
+                put(torch.from_numpy(view).view(dtype), begin)
+                return
+            with ring.slot() as slot:
+                memory = slot.memory[: extent.raw_bytes]
+                self.reader.read(file, number, memory.numpy(), scratch, name, verify=self.verify)
+                ring.send(slot, lambda: put(memory.view(dtype), begin))
+
+        self._each(part.extents, job)
+
+
+def flat_bytes(tensor: torch.Tensor) -> Bytes:
+    """Bytes of a contiguous host tensor, shared with it."""
+    if tensor.numel() == 0:
+        return np.empty(0, np.uint8)
+    # A contiguous tensor of one element may have any stride, and view(uint8) insists on 1.
+    flat: Bytes = tensor.as_strided((tensor.numel(),), (1,)).view(torch.uint8).numpy()
+    return flat
+
+
+def _copy_back(place: torch.Tensor, flat: torch.Tensor, begin: int) -> None:
+    copy_range(flat, place, begin, back=True)
+
+
+def _scratch() -> tuple[Bytes, Bytes]:
+    if not hasattr(_local, "buffers"):
+        _local.buffers = (np.empty(EXTENT_BYTES, np.uint8), np.empty(EXTENT_BYTES, np.uint8))
+    buffers: tuple[Bytes, Bytes] = _local.buffers
+    return buffers

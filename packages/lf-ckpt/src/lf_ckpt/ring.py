@@ -1,0 +1,131 @@
+"""Decoded extents on their way to an accelerator: a small ring of page-locked slots, copied on a side stream.
+
+No whole copy of a tensor is ever made on the host, and the threads that read and decode do not wait for copies.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+from .format import EXTENT_BYTES
+
+
+class Lane(Protocol):
+    """How copies to one device are queued."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """(nbytes,) uint8 host memory that copies may read from."""
+
+    def follow(self) -> None:
+        """Order later copies behind what the caller has queued on the device so far."""
+
+    def queue(self, work: Callable[[], None]) -> Any:
+        """Queue the copies that `work` makes; returns what `wait` takes."""
+
+    def wait(self, fence: Any) -> None:
+        """Return when the copies before `fence` have read their source."""
+
+    def finish(self) -> None:
+        """Return when everything queued has arrived."""
+
+
+class CudaLane:
+    """A side stream of a CUDA device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._stream = device, torch.cuda.Stream(device)
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See Lane; page-locked, so that the device reads it by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+
+    def follow(self) -> None:
+        """See Lane: memory that is about to be filled may still be in use by kernels of its owner before."""
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def queue(self, work: Callable[[], None]) -> torch.cuda.Event:
+        """See Lane."""
+        with torch.cuda.stream(self._stream):
+            work()
+            event = torch.cuda.Event()
+            event.record(self._stream)
+        return event
+
+    def wait(self, fence: torch.cuda.Event) -> None:
+        """See Lane."""
+        fence.synchronize()
+
+    def finish(self) -> None:
+        """See Lane."""
+        self._stream.synchronize()
+
+
+class BlockingLane:
+    """Copies that have been made when they return: other accelerators."""
+
+    def allocate(self, nbytes: int) -> torch.Tensor:
+        """See Lane."""
+        return torch.empty(nbytes, dtype=torch.uint8)
+
+    def follow(self) -> None:
+        """Nothing is queued."""
+
+    def queue(self, work: Callable[[], None]) -> None:
+        """Do it."""
+        work()
+
+    def wait(self, fence: None) -> None:
+        """Nothing is queued."""
+
+    def finish(self) -> None:
+        """Nothing is queued."""
+
+
+@dataclass
+class _Slot:
+    memory: torch.Tensor
+    fence: Any = None
+
+
+class Ring:
+    """`slots` pieces of 1 MiB; a slot is handed out again when the device has read it. Thread-safe."""
+
+    def __init__(self, lane: Lane, slots: int) -> None:
+        self.slots, self.lane = slots, lane
+        memory = lane.allocate(slots * EXTENT_BYTES)
+        self._free: queue.SimpleQueue[_Slot] = queue.SimpleQueue()
+        for number in range(slots):
+            self._free.put(_Slot(memory[number * EXTENT_BYTES : (number + 1) * EXTENT_BYTES]))
+
+    @contextmanager
+    def slot(self) -> Iterator[_Slot]:
+        """A free slot, waited for; give what must leave it to `send` before the block ends."""
+        slot = self._free.get()
+        try:
+            if slot.fence is not None:
+                self.lane.wait(slot.fence)
+                slot.fence = None
+            yield slot
+        finally:
+            self._free.put(slot)
+
+    def send(self, slot: _Slot, work: Callable[[], None]) -> None:
+        """Queue `work`, which copies from the slot to the device."""
+        slot.fence = self.lane.queue(work)
+
+
+def lane_for(device: torch.device) -> Lane:
+    """The best way to a device."""
+    return CudaLane(device) if device.type == "cuda" else BlockingLane()
+
+
+def describe_ring(device: torch.device, ring: Ring) -> str:
+    """For reports."""
+    how = "page-locked slots" if device.type == "cuda" else "slots, copied one by one"
+    return f"{device}: streamed through {ring.slots} {how} of 1 MiB"
