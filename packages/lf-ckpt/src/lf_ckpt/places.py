@@ -33,7 +33,9 @@ def locate(
             raise ValueError(f"{text}: a URL names its own storage; leave `files` out")
         if mode == "local":
             raise CkptError(f'{text}: mode="local" is for paths; leave it out')
-        raise CkptError(f"{text}: object stores cannot be opened by this version")
+        from .objects import object_layer
+
+        return object_layer(text)
     if files is None:
         files = FileLayer()
     if not isinstance(files, FileLayer):
