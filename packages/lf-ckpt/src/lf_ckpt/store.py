@@ -212,6 +212,7 @@ class Store:
             self._catalog.create()
             self._catalog.identify()
             swept = self._catalog.sweep()
+            self._saver = Saver(self._catalog, self.options)
         except OSError as error:
             self._unlock()
             raise CkptError(f"{self.path}: cannot be opened for writing: {error}") from error
@@ -220,7 +221,6 @@ class Store:
             raise
         if swept:
             _log.warning("%s: removed unfinished saves %s", self.path, ", ".join(swept))
-        self._saver = Saver(self._catalog, self.options)
 
     def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
         return self._load(self._newest_attempt(step), wanted)
