@@ -28,7 +28,7 @@ from .retention import Candidate, Rule, doomed
 from .storage import Storage
 
 _log = logging.getLogger("lf_ckpt")
-_FORMAT = "lfckpt-store"
+FORMAT_NAME = "lfckpt-store"
 _FORMAT_LIMIT = 4096
 PIN = "PIN"
 _LOOK_AGAIN = (0, 0.1, 0.5, 2.0)  # seconds; NFS forgets a missing name after its directory cache expires
@@ -47,7 +47,7 @@ class Catalog:
         """Make the directory and FORMAT where they are missing; a new store gets `store_id`, or one of its own."""
         self.make_folder(self.steps)
         if not self.files.exists(os.path.join(self.path, "FORMAT")) or self._format_unfinished():
-            document = {"format": _FORMAT, "store": store_id or uuid.uuid4().hex, "version": [1, 0]}
+            document = {"format": FORMAT_NAME, "store": store_id or uuid.uuid4().hex, "version": [1, 0]}
             self.commits.publish(self.path, "FORMAT", canonical(document) + b"\n")
 
     def identify(self) -> None:
@@ -60,12 +60,12 @@ class Catalog:
         try:
             document = parse_canonical((data or b"").removesuffix(b"\n"))
             name, version, store = document["format"], document["version"], document["store"]
-            known = name == _FORMAT and version[0] == 1 and len(bytes.fromhex(store)) == 16
+            known = name == FORMAT_NAME and version[0] == 1 and len(bytes.fromhex(store)) == 16
         except (ValueError, KeyError, TypeError, IndexError) as error:
             raise CorruptError(path, f"cannot be read: {error}") from error
         if not known:
             raise CorruptError(
-                path, "another format or version", expected=f"{_FORMAT} 1", found=f"{name} {version}"
+                path, "another format or version", expected=f"{FORMAT_NAME} 1", found=f"{name} {version}"
             )
         self.store_id = store
 
@@ -117,12 +117,9 @@ class Catalog:
         """
         if not rules:
             return []
-        removed: list[str] = []
-        gone = doomed(self.candidates(damaged), rules, {*protect, *self.held()})
-        for folder in gone:  # a delta goes before its base: dying in between leaves no delta without one
-            if self.remove(folder):
-                removed.append(folder)
-        return removed
+        order = doomed(self.candidates(damaged), rules, {*protect, *self.held()})
+        # A delta goes before its base: dying in between leaves no delta without one.
+        return [folder for folder in order if self.remove(folder)]
 
     def candidates(self, damaged: Collection[str] = ()) -> list[Candidate]:
         """The steps that retention may count on, oldest first: of this store, whole, and so are their bases.
@@ -182,16 +179,17 @@ class Catalog:
         self.commits.sync_dir(self.steps)
         return True
 
+    def unfinished(self) -> list[str]:
+        """Folders that are no steps: saves that never committed, or one that is being written now."""
+        names = [name for name in self._names(self.steps) if parse_folder(name)]
+        return [name for name in names if not self._committed(name)]
+
     def sweep(self) -> list[str]:
         """Remove folders of saves that never committed. Only the holder of the lock may call this."""
-        leftovers = []
-        for name in self._names(self.steps):
-            if not parse_folder(name):
-                continue
-            guard = os.path.join(self.steps, name, MANIFEST + TEMPORARY)
-            if not self._committed(name):
-                leftovers.append(name)
-            elif self.files.exists(guard):
+        leftovers = self.unfinished()
+        for name in self.folders():
+            guard = os.path.join(self._at(name), MANIFEST + TEMPORARY)
+            if self.files.exists(guard):
                 self.files.unlink(guard)
         for name in ("FORMAT.tmp", "HEAD.tmp"):
             if self.files.exists(os.path.join(self.path, name)):
@@ -259,10 +257,10 @@ class Catalog:
         try:
             manifest = read_manifest(self.files, self.steps, folder)
             sizes = [self._size(os.path.join(self.steps, folder, file.name)) for file in manifest.files]
-        except (CorruptError, FileNotFoundError):
+        except CorruptError:
             return None
-        except OSError:
-            if patient:
+        except OSError as error:
+            if patient or gone(error):
                 return None
             raise
         return manifest if sizes == [file.size for file in manifest.files] else None
