@@ -61,9 +61,9 @@ def _lines(data: dict[str, Any]) -> Iterator[str]:
     yield f"step {data['step']} ({data['kind']}{base}) root {data['root']}"
     for row in data["streams"]:
         codecs = " ".join(f"{name} x{count}" for name, count in row["codecs"].items()) or "empty"
-        shards = f"  {row['shards']} shards" if row["shards"] > 1 else ""
+        shards = f" in {row['shards']} shards" if row["shards"] > 1 else ""
         sizes = f"{row['raw_bytes']} -> {row['stored_bytes']} B"
-        yield f"  {plain(row['name'])}  {row['dtype']}{row['shape']}  {sizes}  {codecs}{shards}"
+        yield f"  {plain(row['name'])}  {row['dtype']}{row['shape']}{shards}  {sizes}  {codecs}"
     for alias, name in data["aliases"].items():
         yield f"  {plain(alias)}  = {plain(name)}"
     for name, value in data["metrics"].items():
