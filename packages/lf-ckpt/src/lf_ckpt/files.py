@@ -43,6 +43,24 @@ class FileLayer:
                 return None
             raise
 
+    def open_direct_read(self, path: str) -> int | None:
+        """Open a file for reads past the page cache; None where that is refused."""
+        if self.traits.shared:
+            return None
+        try:
+            return os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in (errno.EINVAL, errno.EOPNOTSUPP):
+                return None
+            raise
+
+    def cached(self, fd: int, offset: int) -> bool:
+        """Whether the block at `offset` can be read without the disk; False where the kernel does not say."""
+        try:
+            return os.preadv(fd, [bytearray(4096)], offset, os.RWF_NOWAIT) > 0
+        except OSError:
+            return False
+
     def open(self, path: str) -> int:
         """Open `path` for reading."""
         return os.open(path, os.O_RDONLY | os.O_CLOEXEC)

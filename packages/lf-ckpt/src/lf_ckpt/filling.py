@@ -15,6 +15,7 @@ import torch
 from .boxes import Box, relative
 from .codec import Bytes
 from .dtypes import dtype_of
+from .fetch import Fetch, ReadIo, Run, aligned, read_run, runs
 from .format import EXTENT_BYTES, Extent
 from .manifest import BlobEntry, TensorEntry
 from .reader import OpenFile, StepReader
@@ -30,8 +31,9 @@ _local = threading.local()
 class Filler:
     """Reads for one load; a context manager, at whose end all copies to devices have arrived."""
 
-    def __init__(self, reader: StepReader, threads: int, verify: bool) -> None:
+    def __init__(self, reader: StepReader, threads: int, verify: bool, io: ReadIo = "auto") -> None:
         self.reader, self.verify = reader, verify
+        self._fetch = Fetch(reader, io)
         self.bytes_read = 0
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load")
@@ -45,8 +47,14 @@ class Filler:
     ) -> None:
         # The threads go first: after an error some may still be queueing copies.
         self._pool.shutdown(wait=True)
+        self._fetch.close()
         for ring in self._rings.values():
             ring.lane.finish()
+
+    @property
+    def io(self) -> str:
+        """How the files are read, and why."""
+        return self._fetch.note
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -102,11 +110,18 @@ class Filler:
     def _fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
         """Decode a whole stream into `out`, (nbytes,) uint8."""
 
-        def job(file: OpenFile, number: int, extent: Extent) -> None:
+        def job(part: Run | Found) -> None:
+            if isinstance(part, Run):
+                read_run(part, out[part.start : part.start + part.nbytes], name, verify=self.verify)
+                return
+            file, number, extent = part
             view = out[extent.start : extent.start + extent.raw_bytes]
             self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
 
-        self._each(extents, job)
+        found = list(extents)
+        self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
+        for _ in self._pool.map(job, runs(self.reader, found)):
+            pass
 
     def _fill_shard(
         self, name: str, part: Needed, place: torch.Tensor, dtype: torch.dtype, ring: Ring | None
@@ -152,6 +167,6 @@ def _copy_back(place: torch.Tensor, flat: torch.Tensor, begin: int) -> None:
 
 def _scratch() -> tuple[Bytes, Bytes]:
     if not hasattr(_local, "buffers"):
-        _local.buffers = (np.empty(EXTENT_BYTES, np.uint8), np.empty(EXTENT_BYTES, np.uint8))
+        _local.buffers = (aligned(EXTENT_BYTES), aligned(EXTENT_BYTES))
     buffers: tuple[Bytes, Bytes] = _local.buffers
     return buffers

@@ -165,11 +165,13 @@ def _allocate(size: int) -> tuple[_Owner, str]:
 
 
 def _mapping(size: int) -> mmap.mmap:
-    memory = mmap.mmap(-1, size)
-    # Huge pages make the first touch several times cheaper; a kernel without them just says no.
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):
-            memory.madvise(mmap.MADV_HUGEPAGE)
+    # Private, since most systems give huge pages to it and not to shared memory.
+    memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    # Huge pages make the first touch several times cheaper; a forked child would make each next one copy a page.
+    for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
+        if hasattr(mmap, advice):
+            with contextlib.suppress(OSError):  # a kernel without it
+                memory.madvise(getattr(mmap, advice))
     return memory
 
 

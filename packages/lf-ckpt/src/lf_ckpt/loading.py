@@ -12,6 +12,7 @@ import torch
 from .boxes import whole
 from .dtypes import dtype_of
 from .errors import CorruptError, UnsupportedError
+from .fetch import ReadIo, empty
 from .filling import Filler
 from .format import SAME
 from .manifest import Manifest, TensorEntry, data_file_name
@@ -34,6 +35,14 @@ class Wanted:
     device: torch.device | None = None
     strict: bool = True
     verify: bool = True
+    io: ReadIo = "auto"
+    precheck: bool = True
+
+    def __post_init__(self) -> None:
+        if not (self.precheck or self.strict):
+            raise ValueError(
+                "precheck=False needs strict=True: a fallback must overwrite all that was filled"
+            )
 
     @classmethod
     def of(cls, device: str | torch.device | None, **options: object) -> Wanted:
@@ -56,7 +65,7 @@ def entries_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
 
 
 def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
-    """Read one step. With `into`, nothing is written before everything needed has passed its hashes.
+    """Read one step. With `into` and `precheck`, nothing is written before everything needed has passed its hashes.
 
     Raises CorruptError, MismatchError, CkptError (names that collide) and UnsupportedError (a dtype that this torch
     lacks).
@@ -70,11 +79,11 @@ def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
     found = plan(entries, names, chosen, wanted)
     if wanted.strict:
         found.require()
-    with Filler(reader, threads, wanted.verify) as filler:
+    with Filler(reader, threads, wanted.verify, wanted.io) as filler:
         if wanted.into is None:
             tensors = _load_fresh(filler, entries, found, wanted.device)
         else:
-            tensors = _load_into(filler, entries, found, wanted.into)
+            tensors = _load_into(filler, entries, found, wanted.into, wanted.precheck)
         blobs = {entry.name: filler.blob(entry) for entry in manifest.blobs}
     report = LoadReport(
         folder=manifest.folder,
@@ -91,6 +100,7 @@ def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
         cast=found.cast,
         left_out=len(entries) - len(chosen),
         devices=filler.devices,
+        io=filler.io,
     )
     return Loaded(manifest.step, tensors, {**manifest.items, **blobs}, report)
 
@@ -126,7 +136,11 @@ def _load_fresh(
     for old in found.source.values():
         entry = entries[old]
         if entry.name not in made:
-            tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device=device)
+            dtype = dtype_of(entry.dtype)
+            on_host = device is None or device.type == "cpu"
+            tensor = (
+                empty(entry.shape, dtype) if on_host else torch.empty(entry.shape, dtype=dtype, device=device)
+            )
             filler.fill_window(entry, Window(tensor, whole(entry.shape)))
             made[entry.name] = tensor
     return {new: made[entries[old].name] for new, old in found.source.items()}
@@ -141,10 +155,10 @@ class _Target(NamedTuple):
 
 
 def _load_into(
-    filler: Filler, entries: Entries, found: Match, into: Mapping[str, torch.Tensor]
+    filler: Filler, entries: Entries, found: Match, into: Mapping[str, torch.Tensor], precheck: bool
 ) -> dict[str, torch.Tensor]:
     targets = [_target(name, into[name], entries[old]) for name, old in found.source.items()]
-    if filler.verify:
+    if filler.verify and precheck:
         for (_, box), entry in {(t.entry.name, t.window.box): t.entry for t in targets}.items():
             filler.check_window(entry, box)
         for blob in filler.reader.manifest.blobs:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass
 from types import TracebackType
+from typing import Protocol
 
 import numpy as np
 
@@ -46,6 +47,13 @@ def read_manifest(files: Storage, steps: str, folder: str) -> Manifest:
     return manifest
 
 
+class Direct(Protocol):
+    """Reads past the page cache; see fetch.py."""
+
+    def read(self, view: Bytes, offset: int) -> int:
+        """Fill `view` from `offset`; the bytes read."""
+
+
 @dataclass
 class OpenFile:
     """An open, structurally checked data file."""
@@ -56,12 +64,19 @@ class OpenFile:
     trailer: Trailer
     extents: list[Extent]
     base: OpenFile | None = None  # the base's file of the same name, when this step is a delta
+    direct: Direct | None = None  # another way to read it, while a load is under way
+
+    def read(self, view: Bytes, offset: int) -> int:
+        """Fill `view` from `offset`, where an extent begins; the bytes read, fewer only at the end of the file."""
+        if self.direct is not None:
+            return self.direct.read(view, offset)
+        return self.files.read(self.fd, view.data, offset)
 
     def stored(self, number: int, scratch: Bytes, name: str) -> Bytes:
         """The stored bytes of an extent, in `scratch`."""
         extent = self.extents[number]
         view = scratch[: extent.stored_bytes]
-        got = self.files.read(self.fd, view.data, extent.place)
+        got = self.read(view, extent.place)
         if got != extent.stored_bytes:
             raise CorruptError(
                 self.path, "file is cut", tensor=name, extent=number, offset=extent.place,
@@ -122,7 +137,7 @@ class StepReader:
         self, file: OpenFile, number: int, out: Bytes, scratch: Bytes, name: str, *, verify: bool
     ) -> None:
         """Decode one extent into `out`, (raw_bytes,) uint8 contiguous; scratch: (1 MiB,) uint8."""
-        source, at = self._resolve(file, number)
+        source, at = self.resolve(file, number)
         extent = source.extents[at]
         if extent.codec == RAW:
             source.stored(at, out, name)
@@ -143,7 +158,7 @@ class StepReader:
 
     def check(self, file: OpenFile, number: int, scratch: Bytes, name: str) -> int:
         """Hash the stored bytes of one extent without decoding; returns the bytes read."""
-        source, at = self._resolve(file, number)
+        source, at = self.resolve(file, number)
         source.check_hash(at, source.stored(at, scratch, name), name, raw=False)
         return source.extents[at].stored_bytes
 
@@ -159,7 +174,8 @@ class StepReader:
                 if file.files.read(file.fd, view.data, end) != view.size or view.any():
                     raise CorruptError(file.path, "padding is not zero", extent=number, offset=end)
 
-    def _resolve(self, file: OpenFile, number: int) -> tuple[OpenFile, int]:
+    def resolve(self, file: OpenFile, number: int) -> tuple[OpenFile, int]:
+        """Where the bytes of an extent are: itself, or the extent of the base that it refers to."""
         extent = file.extents[number]
         if extent.codec != SAME:
             return file, number

@@ -53,6 +53,7 @@ class LoadReport:
     were loaded. missing: names in `into` that the step lacks. unexpected: names of the step that `into` lacks.
     mismatched, reshaped, cast: "name: saved -> wanted" of other shape or dtype, not loaded and loaded. renamed:
     (saved, present) name. left_out: tensors that `only` did not ask for. devices: how each accelerator was reached.
+    io: how the files were read, and why.
     """
 
     folder: str
@@ -70,6 +71,7 @@ class LoadReport:
     cast: tuple[str, ...] = ()
     left_out: int = 0
     devices: tuple[str, ...] = ()
+    io: str = ""
 
     def as_json(self) -> dict[str, Any]:
         """Plain data."""

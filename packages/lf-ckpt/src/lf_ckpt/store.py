@@ -14,6 +14,7 @@ import torch
 
 from .catalog import Catalog
 from .errors import CkptError, CorruptError, NoCheckpointError
+from .fetch import ReadIo
 from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
@@ -31,6 +32,7 @@ from .storage import Mode, Storage
 
 _log = logging.getLogger("lf_ckpt")
 _STEP_LIMIT = 10**18
+_READERS = 4  # reads in flight; also on a machine of fewer cores, as they mostly wait for the disk
 _SCANS = 3  # a writer may retire every step that was listed before a reader opens it
 
 
@@ -99,6 +101,8 @@ class Store:
         device: str | torch.device | None = None,
         strict: bool = True,
         verify: bool = True,
+        io: ReadIo = "auto",
+        precheck: bool = True,
     ) -> Loaded:
         """Load a step; "latest" is the newest one that verifies, and falling back to it is reported and logged.
 
@@ -107,12 +111,15 @@ class Store:
         the tensors to load, as saved ("model.*"); the others are not read. map_names: saved -> present names. reshape,
         cast: fill tensors of `into` of another shape and as many elements, of another dtype when a conversion only
         rounds. device: where fresh tensors go (the host when None), streamed there without a whole copy on the host.
-        verify=False skips the hashes, not the structure. An explicit step that is damaged raises CorruptError;
-        NoCheckpointError when there is nothing to load. A save in flight is waited for.
+        verify=False skips the hashes, not the structure. io: "direct" reads past the page cache (CkptError with the
+        reason where that is refused), "auto" does so where it is allowed and the file is not cached. precheck=False
+        reads once, not twice: `into` is filled while it is verified, so its content is undefined after an error; a
+        fallback overwrites all of it, which is why it needs strict=True. An explicit step that is damaged raises
+        CorruptError; NoCheckpointError when there is nothing to load. A save in flight is waited for.
         """
         wanted = Wanted.of(
             device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
-            verify=verify,
+            verify=verify, io=io, precheck=precheck,
         )  # fmt: skip
         self._check_open()
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
@@ -239,7 +246,7 @@ class Store:
 
     def _load(self, folder: str, wanted: Wanted) -> Loaded:
         with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:
-            loaded = load_step(reader, wanted, min(4, os.cpu_count() or 1))
+            loaded = load_step(reader, wanted, _READERS)
             report = loaded.report
             complete = not (report.unexpected or report.mismatched or report.left_out)
             if wanted.verify and complete:
