@@ -17,6 +17,18 @@ from .errors import (
 )
 from .files import FileLayer
 from .handle import SaveHandle
+from .interop import (
+    ExportReport,
+    export_file,
+    export_safetensors,
+    import_any,
+    import_dcp,
+    import_file,
+    import_safetensors,
+    import_torch,
+    load_file,
+    verify_file,
+)
 from .keepspec import keep_as_json, keep_from_json, parse_keep
 from .lock import break_lock
 from .options import Options
@@ -55,6 +67,7 @@ __all__ = [
     "DiskFullError",
     "Every",
     "EverySeconds",
+    "ExportReport",
     "FileLayer",
     "Last",
     "LoadReport",
@@ -73,8 +86,16 @@ __all__ = [
     "UnsupportedError",
     "break_lock",
     "collect",
+    "export_file",
+    "export_safetensors",
+    "import_any",
+    "import_dcp",
+    "import_file",
+    "import_safetensors",
+    "import_torch",
     "keep_as_json",
     "keep_from_json",
+    "load_file",
     "open",
     "pack",
     "parse_keep",
@@ -83,4 +104,5 @@ __all__ = [
     "rng_state",
     "set_rng_state",
     "unpack",
+    "verify_file",
 ]

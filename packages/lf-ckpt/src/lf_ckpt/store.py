@@ -232,6 +232,16 @@ class Store:
     def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
         return self._load(self._newest_attempt(step), wanted)
 
+    def _open_step(self, step: int | Literal["latest"]) -> StepReader:
+        """A committed step, opened for tools that stream it; a damaged one raises, whichever was asked for."""
+        self._check_open()
+        if self._saver is not None and self._saver.current is not None:
+            self._saver.current._over.wait()
+        newest = self.latest() if step == "latest" else step
+        if newest is None:
+            raise NoCheckpointError(self.path, ())
+        return StepReader(self._catalog.files, self._catalog.steps, self._newest_attempt(newest))
+
     def _quiet(self) -> None:
         """Let the save in flight end: its retention must not run while pins change."""
         current = self._writable().current
