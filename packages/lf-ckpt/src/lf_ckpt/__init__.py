@@ -14,6 +14,7 @@ from .errors import (
     MismatchError,
     NoCheckpointError,
     UnsupportedError,
+    UploadError,
 )
 from .files import FileLayer
 from .handle import SaveHandle
@@ -49,6 +50,7 @@ from .rng import rng_state, set_rng_state
 from .state import RestoreReport, collect, restore
 from .store import Store, open
 from .typed import Collected, Stateful, pack, unpack
+from .upload import Upload
 
 __version__ = "0.1.0"
 
@@ -84,6 +86,8 @@ __all__ = [
     "Stateful",
     "Store",
     "UnsupportedError",
+    "Upload",
+    "UploadError",
     "break_lock",
     "collect",
     "export_file",

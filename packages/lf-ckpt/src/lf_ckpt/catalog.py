@@ -17,6 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from typing import Protocol
 
 from .commit import TEMPORARY, choose_commit
 from .errors import CkptError, CorruptError
@@ -34,6 +35,19 @@ PIN = "PIN"
 _LOOK_AGAIN = (0, 0.1, 0.5, 2.0)  # seconds; NFS forgets a missing name after its directory cache expires
 
 
+class Follower(Protocol):
+    """Something that copies the steps of a store elsewhere (mirror.py)."""
+
+    def taken(self) -> Collection[str]:
+        """Folder names that a new step must not get."""
+
+    def held(self) -> Collection[str]:
+        """Folders that retention must leave."""
+
+    def committed(self, folder: str) -> None:
+        """Called once a step is durable; returns at once and raises nothing."""
+
+
 class Catalog:
     """The committed steps of one store directory. Every method reads the disk; nothing is cached."""
 
@@ -42,6 +56,7 @@ class Catalog:
         self.commits = choose_commit(files)
         self.steps = os.path.join(path, "steps")
         self.store_id = ""
+        self.follower: Follower | None = None
 
     def create(self, store_id: str | None = None) -> None:
         """Make the directory and FORMAT where they are missing; a new store gets `store_id`, or one of its own."""
@@ -84,9 +99,8 @@ class Catalog:
 
     def new_folder(self, step: int) -> str:
         """Make the folder for a save of `step`: the step, or the first free attempt of it."""
-        attempts = [
-            key[1] for name in self._names(self.steps) if (key := parse_folder(name)) and key[0] == step
-        ]
+        names = {*self._names(self.steps), *(self.follower.taken() if self.follower else ())}
+        attempts = [key[1] for name in names if (key := parse_folder(name)) and key[0] == step]
         folder = folder_name(step, max(attempts) + 1 if attempts else 0)
         self.files.mkdir(os.path.join(self.steps, folder))
         return folder
@@ -94,13 +108,19 @@ class Catalog:
     def commit(self, manifest: Manifest) -> str:
         """Publish MANIFEST after the data is durable; the step exists when this returns. Returns the root hash."""
         data, root = dump(manifest)
+        self.place(manifest, data)
+        if self.follower is not None:
+            self.follower.committed(manifest.folder)
+        return root
+
+    def place(self, manifest: Manifest, data: bytes) -> None:
+        """Publish `data`, the text of `manifest`, in its folder."""
         folder = os.path.join(self.steps, manifest.folder)
         # The folder's own name must be durable before the manifest that makes it a step.
         self.commits.sync_dir(self.steps)
         if self.files.traits.shared:
             self._confirm(manifest)
         self.commits.publish(folder, MANIFEST, data)
-        return root
 
     def point_head(self, folder: str) -> None:
         """Write the HEAD hint; failing to is no failure of the save."""
@@ -138,8 +158,11 @@ class Catalog:
         return [_candidate(m) for m in sound.values()]
 
     def held(self) -> list[str]:
-        """Folders that are never removed: pinned ones, and those with files that are not ours."""
-        return [name for name in self.folders() if any(not _is_ours(n) for n in self._names(self._at(name)))]
+        """Folders that are never removed: pinned ones, those with files that are not ours, those not uploaded yet."""
+        foreign = [
+            name for name in self.folders() if any(not _is_ours(n) for n in self._names(self._at(name)))
+        ]
+        return [*foreign, *(self.follower.held() if self.follower else ())]
 
     def pin(self, folder: str) -> None:
         """Keep a committed step whatever the rules say."""

@@ -71,6 +71,15 @@ class LockedError(CkptError):
         super().__init__(f"{path}: the store has a writer already: {owner}; {advice}")
 
 
+class UploadError(CkptError):
+    """Steps are durable here and not at the place they are copied to. Attributes: `url`, `steps`, `reason`."""
+
+    def __init__(self, url: str, steps: Sequence[int], reason: str) -> None:
+        self.url, self.steps, self.reason = url, tuple(steps), reason
+        waiting = ", ".join(map(str, self.steps)) or "none"
+        super().__init__(f"{url}: {reason} (steps not uploaded: {waiting})")
+
+
 class NoCheckpointError(CkptError):
     """No step can be loaded. `fallbacks` lists (step, reason) of each one that was tried."""
 

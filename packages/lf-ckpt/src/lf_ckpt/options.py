@@ -7,6 +7,7 @@ from typing import Literal, TypeAlias, get_args
 
 from .retention import Rule
 from .storage import Mode
+from .upload import Upload
 
 OnError: TypeAlias = Literal["raise", "warn"]
 Io: TypeAlias = Literal["auto", "direct", "buffered"]
@@ -33,6 +34,7 @@ class Options:
     priority: Priority = "low"
     rate_limit: int | None = None
     expected_bytes: int | None = None
+    upload: Upload | None = None
 
     def __post_init__(self) -> None:
         for name, value, choices in (
@@ -45,6 +47,8 @@ class Options:
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")
+        if self.read_only and self.upload is not None:
+            raise ValueError("upload= is for the writer; leave it out with read_only=True")
         if self.full_every < 0:
             raise ValueError(f"full_every={self.full_every}: 0 for full steps only, or more")
         for name, count in (("threads", self.threads), ("writers", self.writers)):

@@ -13,13 +13,14 @@ from typing import Literal
 import torch
 
 from .catalog import Catalog
-from .errors import CkptError, CorruptError, NoCheckpointError
+from .errors import CkptError, CorruptError, NoCheckpointError, UploadError
 from .fetch import ReadIo
 from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
 from .loading import Wanted, describe, load_step, verified_base
 from .lock import LOCK, StoreLock
+from .mirror import Mirror
 from .naming import MapNames
 from .options import Compress, Engine, Io, OnError, Options, Priority
 from .places import locate
@@ -29,6 +30,7 @@ from .report import Loaded, SaveReport
 from .retention import Rule
 from .saver import Saver
 from .storage import Mode, Storage
+from .upload import Upload
 
 _log = logging.getLogger("lf_ckpt")
 _STEP_LIMIT = 10**18
@@ -50,6 +52,7 @@ class Store:
         self._closed = False
         self._lock: StoreLock | None = None
         self._saver: Saver | None = None
+        self._mirror: Mirror | None = None
         if options.read_only:
             self._catalog.identify()
         else:
@@ -81,6 +84,7 @@ class Store:
         forked child.
         """
         saver = self._writable()
+        self._raise_upload_error()
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
         optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
@@ -186,16 +190,32 @@ class Store:
         saver.raise_undelivered()
         return report
 
+    def wait_uploaded(self, timeout: float | None = None) -> None:
+        """Finish the save in flight, then block until every step is uploaded that the copy shall have.
+
+        UploadError after `timeout` seconds, or with what went wrong; CkptError without `upload`.
+        """
+        self._quiet()
+        if self._mirror is None:
+            raise CkptError(f"{self.path}: opened without upload=")
+        self._mirror.wait(timeout)
+
     def close(self) -> None:
-        """Finish the save in flight, unlock, free the slab; then raise an error that nobody has seen yet."""
+        """Finish the save in flight, wait for uploads, unlock; then raise an error that nobody has seen yet."""
         if self._closed:
             return
         self._closed = True
         if os.getpid() != self._pid or self._saver is None:
             return
         self._saver.shut_down()
-        self._unlock()
-        self._saver.raise_undelivered()
+        try:
+            if self._mirror is not None:
+                self._mirror.close()
+        except UploadError as error:
+            self._report_upload_error(error)
+        finally:
+            self._unlock()
+            self._saver.raise_undelivered()
 
     def __enter__(self) -> Store:
         return self
@@ -216,9 +236,13 @@ class Store:
         try:
             catalog.make_folder(catalog.path)
             self._lock = StoreLock(catalog.files, os.path.join(catalog.path, LOCK))
-            self._catalog.create()
+            if self.options.upload is not None:
+                self._mirror = Mirror(self.options.upload)
+            self._catalog.create(self._mirror.store_id if self._mirror else None)
             self._catalog.identify()
             swept = self._catalog.sweep()
+            if self._mirror is not None:
+                self._mirror.follow(self._catalog)
             self._saver = Saver(self._catalog, self.options)
         except OSError as error:
             self._unlock()
@@ -282,6 +306,16 @@ class Store:
         if self._saver.base is not None and self._saver.base.folder in (folder, _folder_of(error)):
             self._saver.base = None
 
+    def _raise_upload_error(self) -> None:
+        error = self._mirror.take_error() if self._mirror is not None else None
+        if error is not None:
+            self._report_upload_error(error)
+
+    def _report_upload_error(self, error: UploadError) -> None:
+        if self.options.on_error == "raise":
+            raise error
+        _log.warning("%s: an upload failed and training goes on: %s", self.path, error)
+
     def _check_open(self) -> None:
         if self._closed:
             raise CkptError(f"{self.path}: the store is closed")
@@ -295,6 +329,8 @@ class Store:
         return self._saver
 
     def _unlock(self) -> None:
+        if self._mirror is not None:
+            self._mirror.abandon()
         if self._lock is not None:
             try:
                 self._lock.release()
@@ -329,6 +365,7 @@ def open(
     priority: Priority = "low",
     rate_limit: int | None = None,
     expected_bytes: int | None = None,
+    upload: str | os.PathLike[str] | Upload | None = None,
     files: Storage | None = None,
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
@@ -349,6 +386,8 @@ def open(
     expected_bytes: size of the state; its slab is then made, and page-locked, in the background at once.
     mode: "local" relies on rename, O_DIRECT and directory fsync; "shared" (NFS, Lustre, FUSE) on none of them; "auto"
         looks at the type of the file system. `Store.info` says what was chosen and why.
+    upload: a path or URL to which durable steps are copied in the background, or an `Upload` with more to say.
+        Retention here waits for it; what fails is reported as `on_error` says, and the next writer goes on with it.
     files: the file layer, for tests and other storage.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
@@ -367,5 +406,6 @@ def open(
         priority=priority,
         rate_limit=rate_limit,
         expected_bytes=expected_bytes,
+        upload=Upload(upload) if isinstance(upload, str | os.PathLike) else upload,
     )
     return Store(path, options, files)
