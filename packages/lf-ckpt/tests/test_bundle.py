@@ -99,6 +99,21 @@ def test_the_options_of_load_hold_for_a_file(moved: Path, wanted: dict[str, torc
     assert report.renamed == (("layer1.weight", "a"),)
 
 
+@pytest.mark.parametrize("io", ["direct", "buffered"])
+def test_a_file_is_read_directly_or_not_as_asked(
+    moved: Path, wanted: dict[str, torch.Tensor], io: Any
+) -> None:
+    try:
+        loaded = lf_ckpt.load_file(moved, io=io)
+    except lf_ckpt.CkptError as error:
+        if "cannot be had" in str(error):
+            pytest.skip(str(error))
+        raise
+
+    assert loaded.report.io.startswith(io)
+    assert_same(loaded.tensors, wanted)
+
+
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         model(torch.randn(4, 6)).square().sum().backward()

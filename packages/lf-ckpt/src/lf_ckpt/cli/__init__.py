@@ -1,7 +1,7 @@
 """`lf-ckpt`: look at a store, check it, compare steps, clean it, mend it. One module per verb.
 
-Exit codes: 0 good, 1 damaged, 2 usage (also: cannot be read, locked by another writer). Only `gc` and `repair` write
-into a store, under its lock.
+Exit codes: 0 good, 1 damaged, 2 usage (also: cannot be read, locked by another writer). Only `gc`, `repair` and
+`import` write into a store, under its lock.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from collections.abc import Sequence
 
 from ..errors import CkptError, CorruptError
 from ..storage import Storage
-from . import bench, diff, gc, ls, plot, repair, show, verify
+from . import bench, diff, export, gc, import_, ls, plot, repair, show, verify
 from .common import DAMAGED, PIPE, USAGE, catalog_at, plain
 
-VERBS = (ls, show, diff, verify, gc, repair, bench, plot)
+VERBS = (ls, show, diff, verify, export, import_, gc, repair, bench, plot)
 
 
 def main(argv: Sequence[str] | None = None, files: Storage | None = None) -> int:

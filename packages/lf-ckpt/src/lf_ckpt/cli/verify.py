@@ -1,13 +1,15 @@
-"""`verify`: structure of every step, or with --deep every byte."""
+"""`verify`: structure of every step, or of an .lfckpt bundle, or with --deep every byte."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from typing import Any
 
 from ..catalog import Catalog
 from ..errors import CorruptError
+from ..interop import bundle_reader
 from ..loading import describe, verify_step
 from ..reader import StepReader
 from .common import DAMAGED, GOOD, Commands, add_step, add_verb, chosen, emit, human, plain, problem
@@ -19,10 +21,14 @@ def add(commands: Commands) -> None:
     command = add_verb(commands, "verify", run, text)
     add_step(command)
     command.add_argument("--deep", action="store_true", help="read every byte")
+    command.set_defaults(needs_store=False)  # PATH may also be a file of `export --lfckpt`
 
 
 def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     """A line per step as it is checked, then the total; DAMAGED when one is bad."""
+    if os.path.isfile(catalog.path):
+        return _verify_file(catalog, arguments)
+    catalog.identify()
     folders = chosen(catalog, arguments.step) if arguments.step else catalog.folders()
     rows = []
     for folder in folders:
@@ -36,6 +42,17 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
         [_total(rows, bad, arguments.deep)],
     )
     return DAMAGED if bad else GOOD
+
+
+def _verify_file(catalog: Catalog, arguments: argparse.Namespace) -> int:
+    """A bundle; damage is raised."""
+    with bundle_reader(catalog.path, catalog.files) as reader:
+        checked = verify_step(reader) if arguments.deep else 0
+        step = reader.manifest.step
+    how = f"every byte, {human(checked)}" if arguments.deep else "structure"
+    data = {"good": True, "deep": arguments.deep, "step": step, "bytes": checked}
+    emit(arguments, data, [f"{plain(catalog.path)}: step {step} ok ({how})"])
+    return GOOD
 
 
 def verify_folder(catalog: Catalog, folder: str, *, deep: bool) -> dict[str, Any]:

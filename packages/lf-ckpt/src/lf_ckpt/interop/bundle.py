@@ -19,6 +19,7 @@ import xxhash
 
 from ..codec import Bytes
 from ..errors import CkptError, CorruptError
+from ..fetch import ReadIo
 from ..files import FileLayer
 from ..format import Header, align
 from ..loading import Wanted, entries_by_name, load_step, verify_step
@@ -39,7 +40,7 @@ from ..reader import MANIFEST, StepReader
 from ..report import Loaded
 from ..saving import versions
 from ..sink import Sink
-from ..storage import LOCAL, Storage
+from ..storage import Storage
 from ..store import Store
 from ..typed import Collected
 from ..writer import DataFileWriter
@@ -140,6 +141,7 @@ def load_file(
     device: str | torch.device | None = None,
     strict: bool = True,
     verify: bool = True,
+    io: ReadIo = "auto",
     files: Storage | None = None,
 ) -> Loaded:
     """Load a bundle; the options are those of `Store.load`. CorruptError when it is damaged, CkptError without it."""
@@ -152,6 +154,7 @@ def load_file(
         cast=cast,
         strict=strict,
         verify=verify,
+        io=io,
     )
     with bundle_reader(path, files) as reader:
         return load_step(reader, wanted, min(4, os.cpu_count() or 1))
@@ -211,38 +214,65 @@ def _tail(files: Storage, fd: int) -> bytes:
     return bytes(data[: files.read(fd, memoryview(data), max(files.size(fd) - FOOTER_BYTES, 0))])
 
 
+_DATA: Final = -1
+_MANIFEST: Final = -2
+
+
 class _Inside(FileLayer):
-    """A storage with two files, which are runs of bytes of a bundle. Descriptors: 0 the data file, 1 the manifest."""
+    """A storage with two files, which are runs of bytes of a bundle, under the two descriptors above.
+
+    The data file begins where the bundle does, so direct reads of the bundle are direct reads of it.
+    """
 
     def __init__(self, files: Storage, fd: int, path: str, footer: Footer) -> None:
-        self.traits = LOCAL
+        self.traits = files.traits
         self._files, self._fd, self._path = files, fd, path
-        self._runs = ((0, footer.data_bytes), (footer.data_bytes, footer.manifest_bytes))
+        self._runs = {
+            _DATA: (0, footer.data_bytes),
+            _MANIFEST: (footer.data_bytes, footer.manifest_bytes),
+        }
 
     def folder(self) -> str:
         """Name of the step's folder, as the manifest has it; the reader then holds the manifest to it."""
-        if self._runs[1][1] > MANIFEST_LIMIT:
+        length = self.size(_MANIFEST)
+        if length > MANIFEST_LIMIT:
             raise CorruptError(self._path, "manifest is too large", expected=f"<= {MANIFEST_LIMIT}")
-        text = bytearray(self._runs[1][1])
-        self.read(1, memoryview(text), 0)
+        text = bytearray(length)
+        self.read(_MANIFEST, memoryview(text), 0)
         return parse(bytes(text), self._path).folder
 
     def open(self, path: str) -> int:
+        """One of the two."""
         name = os.path.basename(path)
-        if name not in (MANIFEST, data_file_name(0)):
+        if not self.exists(path):
             raise FileNotFoundError(f"{path}: a bundle has one data file")
-        return int(name == MANIFEST)
+        return _MANIFEST if name == MANIFEST else _DATA
+
+    def open_direct_read(self, path: str) -> int | None:
+        """The bundle itself."""
+        return self._files.open_direct_read(self._path) if isinstance(self._files, FileLayer) else None
+
+    def cached(self, fd: int, offset: int) -> bool:
+        """As for the bundle."""
+        return isinstance(self._files, FileLayer) and self._files.cached(self._fd, self._runs[fd][0] + offset)
 
     def close(self, fd: int) -> None:
-        """The bundle stays open."""
+        """The bundle stays open until its reader is closed."""
+        if fd not in self._runs:
+            self._files.close(fd)
 
     def exists(self, path: str) -> bool:
+        """By the last part of the path."""
         return os.path.basename(path) in (MANIFEST, data_file_name(0))
 
     def size(self, fd: int) -> int:
+        """Of a run."""
         return self._runs[fd][1]
 
     def read(self, fd: int, view: memoryview, offset: int) -> int:
+        """Within a run, or of the bundle through a descriptor of `open_direct_read`."""
+        if fd not in self._runs:
+            return self._files.read(fd, view, offset)
         start, length = self._runs[fd]
         inside = max(min(len(view), length - offset), 0)
         return self._files.read(self._fd, view[:inside], start + offset) if inside else 0
