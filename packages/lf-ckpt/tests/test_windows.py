@@ -10,8 +10,9 @@ from test_shards import Cut, write_step
 from lf_ckpt.boxes import Box, whole
 from lf_ckpt.files import FileLayer
 from lf_ckpt.filling import Filler
+from lf_ckpt.local import Window, window_of
 from lf_ckpt.reader import StepReader
-from lf_ckpt.windows import Window, needed, part_of, scatter, window_of
+from lf_ckpt.windows import needed, part_of, scatter
 
 ROWS = torch.arange(3000 * 400, dtype=torch.float32).view(3000, 400)  # 4.8 MB, 1 MiB is 655.36 rows
 BOXES = [(0, Box((0, 0), (2000, 400))), (1, Box((2000, 0), (1000, 100))), (0, Box((2000, 100), (1000, 300)))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
 class CkptError(Exception):
@@ -78,6 +78,36 @@ class UploadError(CkptError):
         self.url, self.steps, self.reason = url, tuple(steps), reason
         waiting = ", ".join(map(str, self.steps)) or "none"
         super().__init__(f"{url}: {reason} (steps not uploaded: {waiting})")
+
+
+class RankFailedError(CkptError):
+    """Another rank of a group store could not do its part, so no rank has done it.
+
+    Attributes: `reasons`, {rank: text}; `damage`, whether all of them are damaged or unreadable files.
+    """
+
+    def __init__(self, what: str, reasons: Mapping[int, str], damage: bool = False) -> None:
+        self.reasons, self.damage = dict(reasons), damage
+        detail = "; ".join(f"rank {rank}: {text}" for rank, text in sorted(self.reasons.items()))
+        super().__init__(f"{what}: {detail}")
+
+
+class PeerLostError(CkptError):
+    """A rank of a group store does not answer; this store can save no more. `rank`: the one that is lost.
+
+    The step in flight was not committed (a rank that was told so already may have seen it durable); earlier ones are
+    intact and what was half written is removed when the store is next opened. Restart the ranks.
+    """
+
+    def __init__(self, rank: int, cause: str) -> None:
+        self.rank, self.cause = rank, cause
+        asked = (
+            ", which commits the steps; see its own error for a rank that it waits for" if not rank else ""
+        )
+        super().__init__(
+            f"rank {rank} of the checkpoint group does not answer{asked} ({cause}); committed steps are intact, "
+            "restart the ranks and load the latest"
+        )
 
 
 class NoCheckpointError(CkptError):

@@ -11,6 +11,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -64,19 +65,35 @@ def in_order_of_change(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) 
     Returns (plan, ends): the first ends[0] streams belong to no optimizer; up to ends[1] to the first one or to none,
     and so on. Bytes items are private copies and come last.
     """
+    groups: list[list[Stream]] = [[] for _ in range(len(optimizers) + 1)]
+    for stream, group in zip(plan.streams, _groups(plan, optimizers), strict=True):
+        if not stream.is_item:
+            groups[group].append(stream)
+    items = [stream for stream in plan.streams if stream.is_item]
+    ordered = replace(plan, streams=(*(stream for group in groups for stream in group), *items))
+    return ordered, ends_in(ordered, optimizers)
+
+
+def ends_in(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+    """Where a plan in any order may be cut: the first ends[0] streams hold all that belongs to no optimizer, the first
+    ends[1] also what belongs to the first one, and so on.
+    """
+    ends = [0] * (len(optimizers) + 1)
+    for number, (stream, group) in enumerate(zip(plan.streams, _groups(plan, optimizers), strict=True)):
+        if not stream.is_item:
+            ends[group] = number + 1
+    return list(accumulate(ends, max))
+
+
+def _groups(plan: Plan, optimizers: Sequence[torch.optim.Optimizer]) -> list[int]:
+    """For each stream: 0 when it belongs to no optimizer, else the number of the first that has it, from 1."""
     owners = {
         key: number for number in reversed(range(len(optimizers))) for key in _owned(optimizers[number])
     }
-    groups: list[list[Stream]] = [[] for _ in range(len(optimizers) + 1)]
-    for stream in plan.streams:
-        if isinstance(stream.source, torch.Tensor):
-            groups[owners.get(_key(stream.source), -1) + 1].append(stream)
-    ends, ordered = [], []
-    for group in groups:
-        ordered += group
-        ends.append(len(ordered))
-    items = [stream for stream in plan.streams if stream.is_item]
-    return replace(plan, streams=(*ordered, *items)), ends
+    return [
+        owners.get(_key(stream.source), -1) + 1 if isinstance(stream.source, torch.Tensor) else 0
+        for stream in plan.streams
+    ]
 
 
 def _owned(optimizer: torch.optim.Optimizer) -> Iterable[object]:

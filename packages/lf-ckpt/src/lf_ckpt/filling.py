@@ -17,11 +17,12 @@ from .codec import Bytes
 from .dtypes import dtype_of
 from .fetch import Fetch, ReadIo, Run, aligned, read_run, runs
 from .format import EXTENT_BYTES, Extent
+from .local import Window
 from .manifest import BlobEntry, TensorEntry
 from .reader import OpenFile, StepReader
 from .ring import Ring, describe_ring, lane_for
 from .staging import copy_range
-from .windows import Needed, Window, needed, part_of, scatter
+from .windows import Needed, needed, part_of, scatter
 
 Found: TypeAlias = tuple[OpenFile, int, Extent]
 Put: TypeAlias = Callable[[torch.Tensor, int], None]

@@ -15,11 +15,12 @@ from .errors import CorruptError, UnsupportedError
 from .fetch import ReadIo, empty
 from .filling import Filler
 from .format import SAME
-from .manifest import Manifest, TensorEntry, data_file_name
+from .local import Window, is_sharded, window_of
+from .manifest import BlobEntry, Manifest, TensorEntry, data_file_name
 from .naming import Fitting, Kind, MapNames, Match, match, rename, select
+from .ranked import seen_by
 from .reader import StepReader, new_scratch
 from .report import Loaded, LoadReport
-from .windows import Window, is_sharded, window_of
 from .writer import Base
 
 
@@ -35,6 +36,7 @@ class Wanted:
     device: torch.device | None = None
     strict: bool = True
     verify: bool = True
+    rank: int = 0  # whose values that are kept per rank
     io: ReadIo = "auto"
     precheck: bool = True
 
@@ -64,14 +66,17 @@ def entries_by_name(manifest: Manifest) -> dict[str, TensorEntry]:
     return entries | {alias: entries[name] for alias, name in manifest.aliases.items()}
 
 
-def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
+def load_step(
+    reader: StepReader, wanted: Wanted, threads: int, ready: Callable[[], None] = lambda: None
+) -> Loaded:
     """Read one step. With `into` and `precheck`, nothing is written before everything needed has passed its hashes.
 
+    ready: called once, before the first byte of `into` changes; what it raises ends the load.
     Raises CorruptError, MismatchError, CkptError (names that collide) and UnsupportedError (a dtype that this torch
     lacks).
     """
     began = time.perf_counter()
-    manifest = reader.manifest
+    manifest = seen_by(reader.manifest, wanted.rank)
     entries = entries_by_name(manifest)
     names = rename(entries, wanted.map_names)
     chosen = select(entries, wanted.only)
@@ -82,8 +87,11 @@ def load_step(reader: StepReader, wanted: Wanted, threads: int) -> Loaded:
     with Filler(reader, threads, wanted.verify, wanted.io) as filler:
         if wanted.into is None:
             tensors = _load_fresh(filler, entries, found, wanted.device)
+            ready()
         else:
-            tensors = _load_into(filler, entries, found, wanted.into, wanted.precheck)
+            targets = _targets(filler, entries, found, wanted.into, manifest.blobs, wanted.precheck)
+            ready()
+            tensors = _load_into(filler, targets, found, wanted.into)
         blobs = {entry.name: filler.blob(entry) for entry in manifest.blobs}
     report = LoadReport(
         folder=manifest.folder,
@@ -154,15 +162,27 @@ class _Target(NamedTuple):
     settle: Callable[[], object] | None
 
 
-def _load_into(
-    filler: Filler, entries: Entries, found: Match, into: Mapping[str, torch.Tensor], precheck: bool
-) -> dict[str, torch.Tensor]:
+def _targets(
+    filler: Filler,
+    entries: Entries,
+    found: Match,
+    into: Mapping[str, torch.Tensor],
+    blobs: Sequence[BlobEntry],
+    precheck: bool,
+) -> list[_Target]:
+    """Where everything goes, once what is needed has passed its hashes."""
     targets = [_target(name, into[name], entries[old]) for name, old in found.source.items()]
     if filler.verify and precheck:
         for (_, box), entry in {(t.entry.name, t.window.box): t.entry for t in targets}.items():
             filler.check_window(entry, box)
-        for blob in filler.reader.manifest.blobs:
+        for blob in blobs:
             filler.check(blob.name, filler.reader.extents_of(blob.placed))
+    return targets
+
+
+def _load_into(
+    filler: Filler, targets: Sequence[_Target], found: Match, into: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
     for target in targets:
         filler.fill_window(target.entry, target.window)
         if target.settle is not None:

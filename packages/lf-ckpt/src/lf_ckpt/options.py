@@ -35,6 +35,7 @@ class Options:
     rate_limit: int | None = None
     expected_bytes: int | None = None
     upload: Upload | None = None
+    group_timeout: float = 1800.0
 
     def __post_init__(self) -> None:
         for name, value, choices in (

@@ -2,29 +2,46 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
+from .boxes import Box, whole
 from .dtypes import ITEM_SIZE, PLANE_WIDTH, name_of
 from .errors import UnsupportedError
 from .format import EXTENT_BYTES, align
 from .jsonio import Json, canonical, checked_text, decode_item, encode_item
+from .local import window_of
 
 CHUNK_BYTES = 16 << 20  # staged and written at a time: long enough to hide call overheads
 
 
 @dataclass(frozen=True)
 class Stream:
-    """Bytes to store under one name. `source` is a tensor, or bytes for an item; `shape` is () for bytes."""
+    """Bytes to store under one name. `source` is a tensor, or bytes for an item; `shape` is () for bytes.
+
+    A shard of a larger tensor has its own `shape`, the tensor's as `full_shape` and its place in it as `offsets`.
+    """
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     nbytes: int
     source: torch.Tensor | bytes
+    full_shape: tuple[int, ...] | None = None
+    offsets: tuple[int, ...] | None = None
+
+    @property
+    def full(self) -> tuple[int, ...]:
+        """Shape of the tensor that this is a shard of."""
+        return self.shape if self.full_shape is None else self.full_shape
+
+    @property
+    def box(self) -> Box:
+        """The elements of that tensor that are here."""
+        return whole(self.shape) if self.offsets is None else Box(self.offsets, self.shape)
 
     @property
     def width(self) -> int:
@@ -52,12 +69,16 @@ class Chunk(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Streams by number (tensors first), tied names -> stored name, JSON items (a private copy) and metrics."""
+    """Streams by number (tensors first), tied names -> stored name, JSON items (a private copy) and metrics.
+
+    tied: the streams that the aliases would be; they are not written.
+    """
 
     streams: tuple[Stream, ...]
     aliases: dict[str, str]
     items: dict[str, Json]
     metrics: dict[str, float] = field(default_factory=dict)
+    tied: tuple[Stream, ...] = ()
 
     @property
     def raw_bytes(self) -> int:
@@ -76,25 +97,34 @@ class Plan:
 
 
 def make_plan(
-    tensors: Mapping[str, torch.Tensor], items: Mapping[str, Json], metrics: Mapping[str, float] | None = None
+    tensors: Mapping[str, torch.Tensor],
+    items: Mapping[str, Json],
+    metrics: Mapping[str, float] | None = None,
+    stored_name: Callable[[str], str] = str,
 ) -> Plan:
-    """Check and order everything; UnsupportedError names the first tensor or item that cannot be stored."""
+    """Check and order everything; UnsupportedError names the first tensor or item that cannot be stored.
+
+    stored_name: the name in the store of a tensor or item (values that every rank keeps of its own). A DTensor gives
+    its local shard.
+    """
     streams: list[Stream] = []
+    tied: list[Stream] = []
     aliases: dict[str, str] = {}
     first_name: dict[object, str] = {}
-    for name, tensor in tensors.items():
-        _check_tensor(name, tensor)
-        key = _identity(tensor)
+    for given, tensor in tensors.items():
+        _check_tensor(given, tensor)
+        stream = _stream(stored_name(given), tensor)
+        key = _identity(stream)
         if key is not None and key in first_name:
-            aliases[name] = first_name[key]
+            aliases[stream.name] = first_name[key]
+            tied.append(stream)
             continue
-        first_name[key if key is not None else object()] = name
-        dtype = name_of(tensor.dtype)
-        size = tensor.numel() * ITEM_SIZE[dtype]
-        streams.append(Stream(name, dtype, tuple(tensor.shape), size, tensor.detach()))
+        first_name[key if key is not None else object()] = stream.name
+        streams.append(stream)
     blobs, plain = _split_items(items)
-    streams += [Stream(name, "U8", (), len(data), data) for name, data in blobs.items()]
-    return Plan(tuple(streams), aliases, plain, _checked_metrics(metrics or {}))
+    streams += [Stream(stored_name(name), "U8", (), len(data), data) for name, data in blobs.items()]
+    plain = {stored_name(name): value for name, value in plain.items()}
+    return Plan(tuple(streams), aliases, plain, _checked_metrics(metrics or {}), tuple(tied))
 
 
 def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
@@ -111,19 +141,28 @@ def _check_tensor(name: object, tensor: object) -> None:
     checked_text(name, "tensor name")
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor; put it in `items`")
-    if type(tensor).__name__ == "DTensor":
-        raise UnsupportedError(f"{name}: a DTensor; pass its local or full tensor")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
         raise UnsupportedError(f"{name}: {kind} tensors have no plain bytes; convert it first")
 
 
-def _identity(tensor: torch.Tensor) -> object | None:
+def _stream(name: str, tensor: torch.Tensor) -> Stream:
+    local, box = window_of(name, tensor)
+    dtype, full = name_of(tensor.dtype), tuple(tensor.shape)
+    size = local.numel() * ITEM_SIZE[dtype]
+    if box == whole(full):
+        return Stream(name, dtype, full, size, local)
+    return Stream(name, dtype, box.shape, size, local, full, box.offsets)
+
+
+def _identity(stream: Stream) -> object | None:
     """Equal for two names of the same memory seen in the same way; None where sharing has no meaning."""
-    if tensor.numel() == 0:
+    tensor = stream.source
+    if isinstance(tensor, bytes) or tensor.numel() == 0:
         return None
     lazy = (tensor.is_conj(), tensor.is_neg())
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy)
+    place = (stream.full, stream.box)
+    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride(), lazy, place)
 
 
 def _checked_metrics(metrics: Mapping[str, float]) -> dict[str, float]:

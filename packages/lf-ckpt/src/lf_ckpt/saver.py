@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import TypeAlias
@@ -14,9 +13,9 @@ import torch
 
 from .catalog import Catalog
 from .errors import CkptError
-from .fence import gate_of, in_order_of_change
+from .fence import ends_in, gate_of, in_order_of_change
 from .handle import SaveHandle
-from .manifest import data_file_name
+from .manifest import Parent, data_file_name
 from .options import Options
 from .plan import Plan
 from .report import SaveReport
@@ -25,6 +24,7 @@ from .sink import Writing
 from .sizing import available_memory, choose_slab, chunk_bytes_for, predict_stall
 from .slab import Slab, StagingAbortedError
 from .staging import side_streams, stage
+from .team import Begun, Team
 from .writer import Base
 
 _log = logging.getLogger("lf_ckpt")
@@ -36,8 +36,8 @@ Staging: TypeAlias = list[torch.cuda.Event]
 class Saver:
     """Saves plans one after another. Executor threads are joined at interpreter exit, so no save is cut off there."""
 
-    def __init__(self, catalog: Catalog, options: Options) -> None:
-        self._catalog, self._options = catalog, options
+    def __init__(self, catalog: Catalog, options: Options, team: Team) -> None:
+        self._catalog, self._options, self._team = catalog, options, team
         self._writing = Writing(catalog.files, options)
         settle = self._writing.settle_thread
         self._writer = ThreadPoolExecutor(1, "lf-ckpt-write", initializer=settle)
@@ -61,23 +61,28 @@ class Saver:
             self._early_slab = self._stager.submit(self._fit_slab, options.expected_bytes, pinned)
 
     def start(
-        self, step: int, plan: Plan, overlap: bool, optimizers: Sequence[torch.optim.Optimizer] = ()
+        self,
+        step: int,
+        make: Callable[[], Plan],
+        overlap: bool,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
     ) -> SaveHandle:
         """Begin a save after the one before has ended; its error, if nobody has seen it, is raised here."""
-        self.settle()
-        gates = [gate_of(optimizer) for optimizer in optimizers]
-        plan, ends = in_order_of_change(plan, optimizers) if gates else (plan, [])
+        try:
+            self.settle()
+            gates = [gate_of(optimizer) for optimizer in optimizers]
+            plan = in_order_of_change(make(), optimizers)[0] if gates else make()
+        except BaseException as error:
+            self._team.refuse(step, error)
+            raise
         handle = SaveHandle(step, self._delivered)
         self.current = handle
-        try:
-            job = self._prepare(handle, plan)
-        except OSError as error:
-            self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
+        begun = self._begin(handle, plan)
+        job = self._prepare(handle, begun) if begun is not None else None
+        if job is None:
             return handle
-        except BaseException as error:
-            handle._finish(None, error)
-            raise
         if overlap:
+            ends = ends_in(job.plan, optimizers)
             self._stage_behind(job)
             if gates:
                 handle._progress.fence(ends[0])
@@ -121,30 +126,73 @@ class Saver:
             self._slab.close()
         self._slab = self.base = None
 
-    def _prepare(self, handle: SaveHandle, plan: Plan) -> SaveJob:
-        """Slab, base, folder and open data file of a save; OSError when the store cannot be written."""
-        slab = self._ensure_slab(plan)
-        handle.predicted_stall = self._predict(plan, slab)
-        base = self._usable_base()
-        folder = self._catalog.new_folder(handle.step)
-        path = os.path.join(self._catalog.steps, folder)
+    def _begin(self, handle: SaveHandle, plan: Plan) -> Begun | None:
+        """Agree with the other ranks, if any; None when that failed and the handle knows.
+
+        What fails in a group raises on every rank at once: one that trains on would wait for those that stopped.
+        """
         try:
-            sink = self._writing.open(os.path.join(path, data_file_name(0)), slab, plan.slab_bytes)
-        except (OSError, CkptError):
-            self._catalog.files.rmdir(path)
+            return self._agree(handle.step, plan)
+        except Exception as error:
+            later = isinstance(error, OSError) if self._team.world == 1 else self._options.on_error == "warn"
+            if later:
+                self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
+                return None
+            handle._finish(None, error)
+            raise
+        except BaseException as error:
+            handle._finish(None, error)
+            raise
+
+    def _agree(self, step: int, plan: Plan) -> Begun:
+        try:
+            base = self._usable_base()
+        except BaseException as error:
+            self._team.refuse(step, error)
+            raise
+        begun = self._team.begin(step, plan, Parent(base.folder, base.root) if base else None)
+        self.base = base if begun.use_base else None
+        return begun
+
+    def _prepare(self, handle: SaveHandle, begun: Begun) -> SaveJob | None:
+        """Slab and open data file of a save; None when the store cannot be written and the handle knows."""
+        try:
+            slab = self._ensure_slab(begun.plan)
+            handle.predicted_stall = self._predict(begun.plan, slab)
+            path = os.path.join(self._catalog.steps, begun.folder, data_file_name(begun.rank))
+            sink = self._writing.open(path, slab, begun.plan.slab_bytes)
+        except OSError as error:
+            named = translate(error, self._catalog, begun.plan.raw_bytes)
+            self._abandon(begun, named, lambda: self._fail(handle, begun.folder, begun.plan, named))
+            return None
+        except BaseException as error:
+            raised = error
+            self._abandon(begun, raised, lambda: handle._finish(None, raised))
             raise
         return SaveJob(
-            plan=plan,
+            begun=begun,
+            team=self._team,
             handle=handle,
-            folder=folder,
             sink=sink,
             writing=self._writing,
-            writer_id=uuid.uuid4().bytes,
-            base=base,
+            base=self.base,
             compress=self._options.compress,
             slab=slab,
             slab_note=self._slab_note,
         )
+
+    def _abandon(self, begun: Begun, error: BaseException, end: Callable[[], None]) -> None:
+        """End a save before its first byte. Other ranks hear of it when they have written: not in the caller's time."""
+
+        def fail() -> None:
+            try:
+                self._team.fail(begun, error)
+            finally:
+                end()
+
+        ended = self._writer.submit(fail)
+        if self._team.world == 1:
+            ended.result()
 
     def _predict(self, plan: Plan, slab: Slab) -> float | None:
         """Seconds that the caller, or its optimizer, will wait for the disk; logged when there are any."""
@@ -267,6 +315,8 @@ class Saver:
         return replace(done.report, removed=tuple(self._retire(job.folder)))
 
     def _retire(self, saved: str) -> list[str]:
+        if self._team.rank != 0:
+            return []
         protect = {saved} | ({self.base.folder} if self.base else set())
         try:
             self._catalog.point_head(saved)

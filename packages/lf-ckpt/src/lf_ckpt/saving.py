@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
 import platform
 import queue
-import time
 from concurrent.futures import Executor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 
 import numpy as np
@@ -18,15 +16,16 @@ import torch
 import zstandard
 
 from .catalog import Catalog
-from .errors import CkptError, DiskFullError
+from .errors import DiskFullError
 from .format import CODEC_NAMES, Header, align
 from .handle import SaveHandle
-from .manifest import BlobEntry, DataFile, Manifest, Parent, unsharded
+from .manifest import DataFile, Parent
 from .plan import Plan
 from .report import SaveReport
 from .sink import Sink, Writing
 from .slab import Slab
 from .staging import Staged
+from .team import Begun, Outcome, Team, Written
 from .writer import Base, DataFileWriter
 
 _log = logging.getLogger("lf_ckpt")
@@ -38,17 +37,26 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 class SaveJob:
     """What the caller's thread hands to the writer thread. `incoming` ends with None, or with the error of staging."""
 
-    plan: Plan
+    begun: Begun
+    team: Team
     handle: SaveHandle
-    folder: str
     sink: Sink
     writing: Writing
-    writer_id: bytes
     base: Base | None
     compress: str
     slab: Slab
     slab_note: str
     incoming: queue.SimpleQueue[Staged | BaseException | None] = field(default_factory=queue.SimpleQueue)
+
+    @property
+    def plan(self) -> Plan:
+        """What this process writes."""
+        return self.begun.plan
+
+    @property
+    def folder(self) -> str:
+        """The step's folder."""
+        return self.begun.folder
 
 
 @dataclass(frozen=True)
@@ -62,28 +70,38 @@ class Committed:
 def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
     """Write, fsync, commit. On any error the folder is removed; a full disk is raised as DiskFullError."""
     writer = _new_writer(job, catalog, pool)
+    needed = align(job.plan.raw_bytes)
     try:
-        try:
-            _write_data(job, writer)
-            file = writer.finish()
-            job.sink.flush()
-            job.handle._mark("written")
-            job.sink.sync()
-        finally:
-            job.sink.close()
-        manifest = _manifest(job, writer, file, catalog.store_id)
-        root = catalog.commit(manifest)
+        file = _write_file(job, writer)
     except BaseException as error:
         job.slab.abort()
-        _remove_quietly(catalog, job.folder)
-        named = translate(error, catalog, align(job.plan.raw_bytes))
+        named = translate(error, catalog, needed)
+        job.team.fail(job.begun, named)
         if named is error:
             raise
         raise named from error
+    parent = Parent(job.base.folder, job.base.root) if job.base and writer.shared_bytes else None
+    seconds = {state: round(job.handle._seconds(state), 6) for state in ("staged", "written")}
+    try:
+        written = Written(file, writer.placed(job.begun.rank), parent, seconds)
+        outcome = job.team.commit(job.begun, written, versions())
+    except OSError as error:
+        raise translate(error, catalog, needed) from error
     job.handle._mark("durable")
-    return Committed(
-        _report(job, writer, file, manifest), _next_base(job, writer, replace(manifest, root=root))
-    )
+    return Committed(_report(job, writer, file, outcome), _next_base(job, writer, outcome))
+
+
+def _write_file(job: SaveJob, writer: DataFileWriter) -> DataFile:
+    """The data file, durable."""
+    try:
+        _write_data(job, writer)
+        file = writer.finish()
+        job.sink.flush()
+        job.handle._mark("written")
+        job.sink.sync()
+        return file
+    finally:
+        job.sink.close()
 
 
 def translate(error: BaseException, catalog: Catalog, needed: int) -> BaseException:
@@ -98,7 +116,8 @@ def translate(error: BaseException, catalog: Catalog, needed: int) -> BaseExcept
 
 
 def _new_writer(job: SaveJob, catalog: Catalog, pool: Executor | None) -> DataFileWriter:
-    header = Header(job.handle.step, 0, 1, bytes.fromhex(catalog.store_id), job.writer_id)
+    begun, store_id = job.begun, bytes.fromhex(catalog.store_id)
+    header = Header(begun.step, begun.rank, begun.world, store_id, begun.writer_id)
     # A counter or generator state that happens to be unchanged should not make a whole step depend on another.
     smallest = min(_SMALL_EXTENT, job.plan.raw_bytes // 1000)
     return DataFileWriter(job.sink, header, job.plan.streams, job.base, job.compress, pool, smallest)
@@ -115,26 +134,6 @@ def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
         writer.add(staged.chunk, job.slab.room(piece), partial(job.slab.release, piece))
 
 
-def _manifest(job: SaveJob, writer: DataFileWriter, file: DataFile, store_id: str) -> Manifest:
-    placed = list(zip(job.plan.streams, writer.placed(), strict=True))
-    parent = Parent(job.base.folder, job.base.root) if job.base and writer.shared_bytes else None
-    return Manifest(
-        store=store_id,
-        step=job.handle.step,
-        folder=job.folder,
-        created=int(time.time()),
-        parent=parent,
-        files=(file,),
-        tensors=tuple(unsharded(s.name, s.dtype, s.shape, at) for s, at in placed if not s.is_item),
-        aliases=job.plan.aliases,
-        blobs=tuple(BlobEntry(s.name, s.nbytes, at) for s, at in placed if s.is_item),
-        items=job.plan.items,
-        versions=versions(),
-        metrics=job.plan.metrics,
-        seconds={state: round(job.handle._seconds(state), 6) for state in ("staged", "written")},
-    )
-
-
 def versions() -> dict[str, str]:
     """Libraries that shaped the bytes."""
     from . import __version__
@@ -149,18 +148,18 @@ def versions() -> dict[str, str]:
     }
 
 
-def _next_base(job: SaveJob, writer: DataFileWriter, manifest: Manifest) -> Base | None:
+def _next_base(job: SaveJob, writer: DataFileWriter, step: Outcome) -> Base | None:
     """A step that refers to nothing is the base of those that follow."""
-    return Base(manifest.folder, manifest.root, writer.table()) if manifest.parent is None else job.base
+    return Base(step.folder, step.root, writer.table()) if step.parent is None else job.base
 
 
-def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, manifest: Manifest) -> SaveReport:
+def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome) -> SaveReport:
     handle = job.handle
     return SaveReport(
         step=handle.step,
         folder=job.folder,
-        kind="delta" if manifest.parent else "full",
-        base=manifest.parent.folder if manifest.parent else None,
+        kind="delta" if step.parent else "full",
+        base=step.parent.folder if step.parent else None,
         bytes_raw=job.plan.raw_bytes,
         bytes_written=file.size,
         bytes_shared=writer.shared_bytes,
@@ -181,9 +180,3 @@ def failed_report(handle: SaveHandle, folder: str, plan: Plan, error: BaseExcept
     return SaveReport(
         handle.step, folder, "failed", None, plan.raw_bytes, 0, 0, *times, {}, "", "", (), str(error)
     )
-
-
-def _remove_quietly(catalog: Catalog, folder: str) -> None:
-    """Clean up after a failed save without hiding its error; the next writer sweeps what stays."""
-    with contextlib.suppress(OSError, CkptError):
-        catalog.remove(folder)

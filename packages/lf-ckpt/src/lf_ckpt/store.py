@@ -5,32 +5,40 @@ from __future__ import annotations
 import logging
 import os
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from types import TracebackType
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 import torch
 
 from .catalog import Catalog
-from .errors import CkptError, CorruptError, NoCheckpointError, UploadError
+from .errors import CkptError, CorruptError, NoCheckpointError, RankFailedError, UploadError
 from .fetch import ReadIo
 from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
 from .loading import Wanted, describe, load_step, verified_base
+from .local import is_sharded
 from .lock import LOCK, StoreLock
 from .mirror import Mirror
 from .naming import MapNames
 from .options import Compress, Engine, Io, OnError, Options, Priority
+from .peers import join
 from .places import locate
-from .plan import make_plan
+from .plan import Plan, make_plan
+from .ranked import stored_name
 from .reader import StepReader
 from .report import Loaded, SaveReport
 from .retention import Rule
 from .saver import Saver
 from .storage import Mode, Storage
+from .team import Alone, Together
 from .upload import Upload
+from .voting import together
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("lf_ckpt")
 _STEP_LIMIT = 10**18
@@ -41,7 +49,13 @@ _SCANS = 3  # a writer may retire every step that was listed before a reader ope
 class Store:
     """A checkpoint directory; made by `open`. Calls come from one thread at a time; handles are thread-safe."""
 
-    def __init__(self, path: str | os.PathLike[str], options: Options, files: Storage | None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str],
+        options: Options,
+        files: Storage | None,
+        group: ProcessGroup | None = None,
+    ) -> None:
         if sys.byteorder != "little":
             raise CkptError("lf-ckpt stores little-endian bytes and needs a little-endian machine")
         storage, where = locate(path, options.mode, files)
@@ -53,10 +67,15 @@ class Store:
         self._lock: StoreLock | None = None
         self._saver: Saver | None = None
         self._mirror: Mirror | None = None
-        if options.read_only:
-            self._catalog.identify()
-        else:
-            self._open_for_writing()
+        self._peers = join(group, options.group_timeout)
+        try:
+            if self._peers is None:
+                self._open()
+            else:
+                together(self._peers, f"{self.path} was not opened", self._open)
+        except BaseException:
+            self._let_go()
+            raise
 
     def save(
         self,
@@ -67,6 +86,7 @@ class Store:
         metrics: Mapping[str, float] | None = None,
         overlap: bool = False,
         fence: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] = (),
+        per_rank: Collection[str] = ("rng",),
     ) -> SaveHandle:
         """Start a save of `step` and return when `tensors` may change again (overlap=True: at once).
 
@@ -79,18 +99,27 @@ class Store:
         tensor learning rates, averages, frozen parameters) before this returns. A step that fires no hook, as a
         captured one, comes after `handle.fence()`. Without `fence` nothing may change before `handle.wait_staged()` or
         `handle.fence()`, not even running statistics. One save is in flight at a time; a second one waits for it.
-        Saving a step again makes a new attempt that supersedes the old one. Raises UnsupportedError before anything is
-        written, the error of the save before (on_error="raise"), and CkptError on a closed or read-only store or in a
-        forked child.
+        Saving a step again makes a new attempt that supersedes the old one.
+
+        In a group every rank calls this with the same step and its own state: local shards of DTensors are stored as
+        parts of the whole, tensors that several ranks have under one name once, items as rank 0 has them. Names in
+        `per_rank`, and dotted names below them, are values that each rank keeps of its own.
+
+        Raises UnsupportedError before anything is written, the error of the save before (on_error="raise"),
+        RankFailedError and PeerLostError in a group, and CkptError on a closed or read-only store or in a forked child.
         """
         saver = self._writable()
-        self._raise_upload_error()
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
         optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
         if optimizers and not overlap:
             raise ValueError("fence= belongs to overlap=True")
-        plan = make_plan(tensors, items or {}, metrics)
+        name = str if self._peers is None else stored_name(per_rank, self._peers.rank)
+
+        def plan() -> Plan:
+            self._raise_upload_error()
+            return make_plan(tensors, items or {}, metrics, name)
+
         return saver.start(step, plan, overlap, optimizers)
 
     def load(
@@ -107,6 +136,7 @@ class Store:
         verify: bool = True,
         io: ReadIo = "auto",
         precheck: bool = True,
+        rank: int | None = None,
     ) -> Loaded:
         """Load a step; "latest" is the newest one that verifies, and falling back to it is reported and logged.
 
@@ -120,24 +150,30 @@ class Store:
         reads once, not twice: `into` is filled while it is verified, so its content is undefined after an error; a
         fallback overwrites all of it, which is why it needs strict=True. An explicit step that is damaged raises
         CorruptError; NoCheckpointError when there is nothing to load. A save in flight is waited for.
+
+        DTensors in `into` get their local shards, whatever number of ranks saved the step. In a group every rank calls
+        this and all load the same step or none does. rank: whose values that are kept per rank to take; by default this
+        rank's, those of 0 without a group. They are absent when that rank did not exist.
         """
         wanted = Wanted.of(
             device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
-            verify=verify, io=io, precheck=precheck,
+            verify=verify, io=io, precheck=precheck, rank=self._rank if rank is None else rank,
         )  # fmt: skip
         self._check_open()
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
             self._saver.current._over.wait()
         if step != "latest":
-            return self._load_exact(step, wanted)
+            return self._everywhere(self._newest_attempt(step, self._folders()), wanted)
         fallbacks: dict[str, tuple[int, str]] = {}
         for _ in range(_SCANS):
             vanished = False
-            for folder in reversed(self._catalog.folders()):
+            for folder in reversed(self._folders()):
                 try:
-                    loaded = self._load(folder, wanted)
-                except (CorruptError, OSError) as error:
-                    if gone(error):
+                    loaded = self._everywhere(folder, wanted)
+                except (CorruptError, OSError, RankFailedError) as error:
+                    if isinstance(error, RankFailedError) and not error.damage:
+                        raise
+                    if self._peers is None and gone(error):
                         vanished = True
                         continue
                     fallbacks[folder] = (_step_of(folder), describe(error))
@@ -205,16 +241,18 @@ class Store:
         if self._closed:
             return
         self._closed = True
-        if os.getpid() != self._pid or self._saver is None:
+        if os.getpid() != self._pid:
             return
-        self._saver.shut_down()
+        if self._saver is not None:
+            self._saver.shut_down()
         try:
             if self._mirror is not None:
                 self._mirror.close()
         except UploadError as error:
             self._report_upload_error(error)
         finally:
-            self._unlock()
+            self._let_go()
+        if self._saver is not None:
             self._saver.raise_undelivered()
 
     def __enter__(self) -> Store:
@@ -231,7 +269,17 @@ class Store:
         except Exception as late:
             _log.error("%s: also failed while closing: %s", self.path, late)
 
-    def _open_for_writing(self) -> None:
+    def _open(self, ready: Callable[[], None] = lambda: None) -> None:
+        """Open as reader, or as writer: rank 0 takes the lock and makes what is missing, then come the others."""
+        if not self.options.read_only and self._rank == 0:
+            self._take()
+        ready()
+        self._catalog.identify()
+        if not self.options.read_only:
+            team = Alone(self._catalog) if self._peers is None else Together(self._catalog, self._peers)
+            self._saver = Saver(self._catalog, self.options, team)
+
+    def _take(self) -> None:
         catalog = self._catalog
         try:
             catalog.make_folder(catalog.path)
@@ -243,18 +291,28 @@ class Store:
             swept = self._catalog.sweep()
             if self._mirror is not None:
                 self._mirror.follow(self._catalog)
-            self._saver = Saver(self._catalog, self.options)
         except OSError as error:
-            self._unlock()
             raise CkptError(f"{self.path}: cannot be opened for writing: {error}") from error
-        except BaseException:
-            self._unlock()
-            raise
         if swept:
             _log.warning("%s: removed unfinished saves %s", self.path, ", ".join(swept))
 
-    def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
-        return self._load(self._newest_attempt(step), wanted)
+    @property
+    def _rank(self) -> int:
+        return 0 if self._peers is None else self._peers.rank
+
+    def _folders(self) -> list[str]:
+        """Committed folders, as rank 0 sees them."""
+        if self._peers is None:
+            return self._catalog.folders()
+        world = self._peers.world
+        return list(self._peers.round(None, lambda _: [self._catalog.folders()] * world))
+
+    def _everywhere(self, folder: str, wanted: Wanted) -> Loaded:
+        """Load on every rank or on none."""
+        if self._peers is None:
+            return self._load(folder, wanted)
+        what = f"step {_step_of(folder)} was not loaded on any rank"
+        return together(self._peers, what, lambda ready: self._load(folder, wanted, ready))
 
     def _open_step(self, step: int | Literal["latest"]) -> StepReader:
         """A committed step, opened for tools that stream it; a damaged one raises, whichever was asked for."""
@@ -272,18 +330,20 @@ class Store:
         if current is not None:
             current._over.wait()
 
-    def _newest_attempt(self, step: int) -> str:
-        attempts = [name for name in self._catalog.folders() if _step_of(name) == step]
+    def _newest_attempt(self, step: int, folders: Sequence[str] | None = None) -> str:
+        known = self._catalog.folders() if folders is None else folders
+        attempts = [name for name in known if _step_of(name) == step]
         if not attempts:
             raise NoCheckpointError(self.path, (), f"step {step}; committed steps: {list(self.steps())}")
         return attempts[-1]
 
-    def _load(self, folder: str, wanted: Wanted) -> Loaded:
+    def _load(self, folder: str, wanted: Wanted, ready: Callable[[], None] = lambda: None) -> Loaded:
         with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:
-            loaded = load_step(reader, wanted, _READERS)
+            loaded = load_step(reader, wanted, _READERS, ready)
             report = loaded.report
-            complete = not (report.unexpected or report.mismatched or report.left_out)
-            if wanted.verify and complete:
+            partly = any(map(is_sharded, (wanted.into or {}).values()))
+            complete = not (report.unexpected or report.mismatched or report.left_out or partly)
+            if wanted.verify and complete and wanted.rank == self._rank:
                 self._offer_base(reader)
             return loaded
 
@@ -291,7 +351,7 @@ class Store:
         """Extents that have just been verified may serve as base of later deltas of this writer."""
         if self._saver is None or self._saver.base is not None:
             return
-        base = verified_base(reader, self._catalog.store_id)
+        base = verified_base(reader, self._catalog.store_id, self._rank)
         if base is not None:
             self._saver.adopt(base, (m.parent.folder for m in self._catalog.committed() if m.parent))
 
@@ -327,6 +387,15 @@ class Store:
         if os.getpid() != self._pid:
             raise CkptError(f"{self.path}: opened by process {self._pid}; a forked child cannot save to it")
         return self._saver
+
+    def _let_go(self) -> None:
+        """Finish the save in flight, unlock, leave the group."""
+        if self._saver is not None:
+            self._saver.shut_down()
+        self._unlock()
+        if self._peers is not None:
+            self._peers.close()
+            self._peers = None
 
     def _unlock(self) -> None:
         if self._mirror is not None:
@@ -366,6 +435,8 @@ def open(
     rate_limit: int | None = None,
     expected_bytes: int | None = None,
     upload: str | os.PathLike[str] | Upload | None = None,
+    group: ProcessGroup | None = None,
+    group_timeout: float = 1800.0,
     files: Storage | None = None,
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
@@ -388,6 +459,9 @@ def open(
         looks at the type of the file system. `Store.info` says what was chosen and why.
     upload: a path or URL to which durable steps are copied in the background, or an `Upload` with more to say.
         Retention here waits for it; what fails is reported as `on_error` says, and the next writer goes on with it.
+    group: the torch.distributed group whose ranks write the store together, opened by all of them; rank 0 holds the
+        lock and commits. A Gloo group of the same ranks is made for it, so that saves never mix with the collectives
+        of training. group_timeout: seconds until a silent rank counts as lost; one that died is noticed at once.
     files: the file layer, for tests and other storage.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
@@ -407,5 +481,6 @@ def open(
         rate_limit=rate_limit,
         expected_bytes=expected_bytes,
         upload=Upload(upload) if isinstance(upload, str | os.PathLike) else upload,
+        group_timeout=group_timeout,
     )
-    return Store(path, options, files)
+    return Store(path, options, files, group)

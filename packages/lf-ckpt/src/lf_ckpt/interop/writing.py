@@ -17,10 +17,10 @@ from ..dtypes import dtype_of
 from ..errors import CkptError
 from ..filling import Filler, flat_bytes
 from ..format import EXTENT_BYTES
+from ..local import Window
 from ..manifest import BlobEntry, TensorEntry
 from ..reader import StepReader, new_scratch
 from ..storage import Storage
-from ..windows import Window
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,44 @@
+"""What of a tensor lives in this process: all of a plain one, a box of a DTensor."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from .boxes import Box, whole
+from .errors import UnsupportedError
+
+
+class Window(NamedTuple):
+    """A part of a tensor in memory: plain local elements and the box of the whole tensor that they are."""
+
+    local: torch.Tensor
+    box: Box
+
+
+def window_of(name: str, tensor: torch.Tensor) -> Window:
+    """The elements of `tensor` that live here: all of a plain one, the local shard of a DTensor.
+
+    UnsupportedError for a DTensor whose local elements are no box of it, such as one with partial sums.
+    """
+    if not is_sharded(tensor):
+        return Window(tensor.detach(), whole(tensor.shape))
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        fix = "redistribute it to Replicate() or Shard() first, which adds the partial sums up"
+        raise UnsupportedError(f"{name}: a DTensor with a Partial placement has no values yet; {fix}")
+    (chunk,) = tensor.__create_chunk_list__()  # type: ignore[attr-defined]
+    local = tensor.detach().to_local()  # type: ignore[attr-defined]
+    box = Box(tuple(chunk.offsets), tuple(chunk.sizes))
+    if tensor.numel() == 0:
+        box = whole(tensor.shape)  # every part of nothing is all of it
+    if tensor.numel() and tuple(local.shape) != box.shape:
+        raise UnsupportedError(
+            f"{name}: a local shard of shape {list(local.shape)} where {box.shape} belongs; pass full_tensor()"
+        )
+    return Window(local, box)
+
+
+def is_sharded(tensor: torch.Tensor) -> bool:
+    """Whether this is a DTensor; asked through the protocol of torch.distributed.checkpoint, which imports nothing."""
+    return hasattr(tensor, "__create_chunk_list__")

@@ -1,0 +1,60 @@
+"""What ranks do in tests of their messages; a module of its own, for the processes import it by name."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+import lf_ckpt
+from lf_ckpt.peers import Peers
+
+
+def new_peers() -> Peers:
+    assert dist.group.WORLD is not None
+    return Peers(dist.group.WORLD, timeout=20)
+
+
+def add_up(rank: int) -> list[Any]:
+    peers = new_peers()
+    answers = [peers.round(rank + n, lambda told: [[sum(told), r] for r in range(3)]) for n in range(3)]
+    peers.round("ä" * 100_000, lambda told: [None] * 3)
+    # The group of training is free at any time.
+    total = torch.tensor([rank])
+    dist.all_reduce(total)
+    peers.close()
+    return [*answers, int(total)]
+
+
+def fail_to_decide(rank: int) -> str:
+    peers = new_peers()
+
+    def decide(told: list[Any]) -> list[Any]:
+        raise OSError(28, "No space left on device")
+
+    try:
+        peers.round(None, decide)
+    except (OSError, lf_ckpt.RankFailedError) as error:
+        after = peers.round("on", lambda told: told)
+        return f"{type(error).__name__}: {error}; {after}"
+    finally:
+        peers.close()
+    return "no error"
+
+
+def lose(rank: int, victim: int) -> list[str]:
+    peers = new_peers()
+    peers.round(None, lambda told: told)
+    if rank == victim:
+        os.kill(os.getpid(), signal.SIGKILL)
+    errors = []
+    for _ in range(2):
+        with pytest.raises(lf_ckpt.PeerLostError) as caught:
+            peers.round(None, lambda told: told)
+        errors.append(f"{caught.value.rank}")
+    peers.close()
+    return errors
