@@ -55,6 +55,7 @@ class Saver:
         self._rate: float | None = None  # raw bytes per second of the last save, from its start to "written"
         self.base: Base | None = None
         self.current: SaveHandle | None = None
+        self._down = False
         self.damaged: set[str] = set()
         if options.expected_bytes is not None:
             pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
@@ -117,7 +118,10 @@ class Saver:
         self._deltas = sum(folder == base.folder for folder in folders_of_deltas)
 
     def shut_down(self) -> None:
-        """Finish the save in flight and free threads and slab."""
+        """Finish the save in flight and free threads and slab. Idempotent."""
+        if self._down:
+            return
+        self._down = True
         for pool in (self._stager, self._writer, self._pool):
             if pool is not None:
                 pool.shutdown(wait=True)
