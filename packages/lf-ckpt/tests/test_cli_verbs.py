@@ -279,3 +279,36 @@ def test_what_cannot_be_listed_is_named(path: Path, capsys: pytest.CaptureFixtur
     for verb in ("ls", "verify", "gc", "repair"):
         assert cli.main([verb, str(path)], NoAccess()) == 2
         assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--lfckpt", "x", "--prefix", "model."],
+        ["--lfckpt", "x", "--copy-ties"],
+        ["--safetensors", "x", "--canonical"],
+    ],
+)
+def test_an_export_option_that_would_be_ignored_is_refused(
+    path: Path, options: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(path.parent)
+
+    assert run(capsys, "export", path, *options)[0] == 2
+    assert not (path.parent / "x").exists()
+
+
+def test_the_verbs_work_on_object_stores(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("fsspec")
+    url = "memory://lf-ckpt-cli/store"
+    with lf_ckpt.open(url) as store:
+        for step in (1, 2, 3):
+            store.save(step, state(step)).wait()
+
+    assert run(capsys, "ls", url)[0] == 0
+    assert run(capsys, "verify", url, "--deep")[0] == 0
+    assert run(capsys, "gc", url, "--keep", "last:1")[0] == 0
+    assert run(capsys, "repair", url, "--yes") == (0, "nothing to repair\n")
+    assert run(capsys, "bench", url)[0] == 2
+    with lf_ckpt.open(url, read_only=True) as store:
+        assert store.steps() == (3,)

@@ -6,6 +6,7 @@ import argparse
 from typing import Literal
 
 from ..catalog import Catalog
+from ..errors import CkptError
 from ..interop import export_file, export_safetensors
 from ..interop.export import SHARD_BYTES
 from ..store import open as open_store
@@ -40,6 +41,7 @@ def add(commands: Commands) -> None:
 
 def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     """Read only from the store; what is written appears complete or not at all."""
+    _check(arguments)
     step: int | Literal["latest"] = "latest" if arguments.step is None else arguments.step
     with open_store(catalog.path, read_only=True, files=catalog.files) as store:
         if arguments.lfckpt:
@@ -62,3 +64,11 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     text = f"step {report.step}: {report.tensors} tensors{tied}{left}, {len(report.files)} files, {total}"
     emit(arguments, report.as_json(), [f"{plain(report.path)}: {text}"])
     return GOOD
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """No option is ignored."""
+    if arguments.lfckpt and (arguments.prefix or arguments.copy_ties):
+        raise CkptError("export: --prefix and --copy-ties are for --safetensors")
+    if arguments.safetensors and arguments.canonical:
+        raise CkptError("export: --canonical is for --lfckpt")
