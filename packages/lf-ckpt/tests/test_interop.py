@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
+import pickle
+import resource
 import struct
 from collections import OrderedDict
 from pathlib import Path
@@ -385,12 +388,20 @@ def test_a_cut_dcp_folder_is_a_typed_error(
 
 
 def test_code_in_dcp_metadata_is_refused_and_does_not_run(dcp_folder: tuple[Path, dict[str, Any]]) -> None:
-    import pickle
-
     (dcp_folder[0] / ".metadata").write_bytes(pickle.dumps(Payload()))
     with pytest.raises(lf_ckpt.CorruptError, match="mkdir is not allowed"):
         lf_ckpt.import_dcp(dcp_folder[0])
     assert not Path("/tmp/lf-ckpt-was-here").exists()
+
+
+def test_a_huge_memo_number_in_dcp_metadata_takes_no_memory(dcp_folder: tuple[Path, dict[str, Any]]) -> None:
+    (dcp_folder[0] / ".metadata").write_bytes(b"\x80\x04]r\xff\xff\xff\x7f.")  # 34 GB in the unpickler of C
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+    with pytest.raises(lf_ckpt.CorruptError):
+        lf_ckpt.import_dcp(dcp_folder[0])
+
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss < before + 100_000  # kB
 
 
 def test_objects_in_a_dcp_folder_are_named(tmp_path: Path) -> None:
@@ -438,3 +449,55 @@ def test_formats_are_told_apart(
     for name in ("f", "gone"):
         with pytest.raises(lf_ckpt.UnsupportedError, match=name):
             lf_ckpt.import_any(tmp_path / name)
+
+
+def write_dcp(folder: Path, whole: torch.Tensor, rows: list[tuple[int, int]], **changes: Any) -> None:
+    """A DCP folder as several ranks write it: `rows` of a tensor in a file each."""
+    from torch.distributed.checkpoint import metadata as m
+    from torch.distributed.checkpoint.filesystem import _StorageInfo
+
+    folder.mkdir()
+    chunks, places = [], {}
+    for rank, (first, count) in enumerate(rows):
+        offsets = torch.Size([first, 0])
+        buffer = io.BytesIO()
+        torch.save(whole[first : first + count].clone(), buffer)
+        (folder / f"__{rank}_0.distcp").write_bytes(b"other part" + buffer.getvalue())
+        chunks.append(m.ChunkStorageMetadata(offsets, torch.Size([count, whole.shape[1]])))
+        length = changes.get("length", len(buffer.getvalue()))
+        name = changes.get("file", f"__{rank}_0.distcp")
+        places[m.MetadataIndex("w", offsets)] = _StorageInfo(name, 10, length)
+    size = changes.get("size", whole.shape)
+    entry = m.TensorStorageMetadata(m.TensorProperties(dtype=whole.dtype), torch.Size(size), chunks)
+    document = m.Metadata({"w": entry}, storage_data=places)
+    (folder / ".metadata").write_bytes(pickle.dumps(document))
+
+
+def test_shards_of_a_dcp_folder_are_put_together(tmp_path: Path) -> None:
+    whole = torch.randn(7, 3)
+    write_dcp(tmp_path / "dcp", whole, [(0, 4), (4, 3), (7, 0)])  # uneven, and one rank without rows
+
+    assert_same(lf_ckpt.import_dcp(tmp_path / "dcp").tensors, {"w": whole})
+
+
+@pytest.mark.parametrize(
+    ("rows", "changes"),
+    [
+        ([(0, 4), (5, 2)], {}),  # a hole
+        ([(0, 4), (3, 4)], {}),  # an overlap
+        ([(0, 4), (4, 3)], {"size": (1 << 30, 1 << 30)}),
+        ([(0, 7)], {"size": (7, 4)}),
+        ([(0, 7)], {"length": 3}),
+        ([(0, 7)], {"length": 1 << 40}),
+        ([(0, 7)], {"file": "../dcp/__0_0.distcp"}),
+        ([(0, 7)], {"file": "/etc/hostname"}),
+        ([(0, 7)], {"file": "gone"}),
+        ([], {}),
+    ],
+)
+def test_dcp_metadata_that_does_not_fit_is_a_typed_error(
+    tmp_path: Path, rows: list[tuple[int, int]], changes: dict[str, Any]
+) -> None:
+    write_dcp(tmp_path / "dcp", torch.randn(7, 3), rows, **changes)
+    with pytest.raises(lf_ckpt.CkptError):
+        lf_ckpt.import_dcp(tmp_path / "dcp")

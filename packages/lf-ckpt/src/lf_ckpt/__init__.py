@@ -1,8 +1,8 @@
 """Incremental, asynchronous, crash-safe checkpoints for PyTorch.
 
 store = lf_ckpt.open("ckpt", keep=[lf_ckpt.Last(3)])
-handle = store.save(step, tensors, items)
-loaded = store.load()
+start = lf_ckpt.resume(store, model, optimizer)
+store.save(step, *lf_ckpt.collect(model, optimizer))  # in the loop
 """
 
 from .dtypes import ITEM_SIZE as _ITEM_SIZE
