@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
+import torch
 from ckpt_faults import FailAtCall, Killed, Recorder, Refuses
 from ckpt_states import assert_same, files_under, state
 
@@ -232,6 +233,37 @@ def test_a_step_that_another_host_retires_under_a_reader_is_no_damage(tmp_path: 
         loaded = store.load()
 
     assert (loaded.step, loaded.report.fallbacks) == (1, ())
+
+
+def test_a_step_that_was_asked_for_and_is_retired_meanwhile_is_said_to_be_gone(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    store = lf_ckpt.open(tmp_path, read_only=True, files=Retired(tmp_path / "steps/1"))
+    with pytest.raises(lf_ckpt.NoCheckpointError, match="removed it while it was read"):
+        store.load(1)
+
+
+class RetiresBase(lf_ckpt.FileLayer):
+    """A writer retires a delta and its base, and commits another step, once the delta's files are open."""
+
+    def __init__(self, store: Path) -> None:
+        self.store = store
+
+    def open(self, path: str) -> int:
+        if path == str(self.store / "steps/1/MANIFEST") and (self.store / "steps/2/MANIFEST").exists():
+            with lf_ckpt.open(self.store, keep=[lf_ckpt.Last(1)]) as writer:
+                writer.save(3, STATES[3]).wait()
+        return super().open(path)
+
+
+def test_a_delta_that_is_retired_with_its_base_while_it_is_opened_is_no_damage(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path) as writer:
+        writer.save(1, STATES[1]).wait()
+        assert writer.save(2, {**STATES[1], "step": torch.tensor(2)}).wait().kind == "delta"
+    reader = lf_ckpt.open(tmp_path, read_only=True, files=RetiresBase(tmp_path))
+
+    loaded = reader.load()
+
+    assert (loaded.step, loaded.report.fallbacks) == (3, ())
 
 
 class KeepsNfsName(lf_ckpt.FileLayer):

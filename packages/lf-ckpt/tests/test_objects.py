@@ -19,6 +19,7 @@ from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFile, MemoryFileSystem
 
 import lf_ckpt
+from lf_ckpt.cli import main
 from lf_ckpt.objects import ObjectLayer
 
 SEEDS = int(os.environ.get("LF_CKPT_FLAKY_SEEDS", "200"))
@@ -57,6 +58,7 @@ def test_a_url_is_a_store_like_any_other(url: str) -> None:
         into = {name: torch.zeros_like(tensor) for name, tensor in states[2].items()}
         store.load(2, into=into)
         assert_same(into, states[2])
+    assert main(["verify", url, "--deep"]) == 0
     assert not [name for name in files_at(url) if name.endswith(".tmp")]
     assert "LOCK" not in files_at(url)
 
@@ -76,6 +78,8 @@ def test_requests_that_cannot_be_met_are_named(url: str, monkeypatch: pytest.Mon
         lf_ckpt.open(url, mode="local")
     with pytest.raises(ValueError, match="leave `files` out"):
         lf_ckpt.open(url, files=lf_ckpt.FileLayer())
+    with pytest.raises(ValueError, match="give it as a string"):
+        lf_ckpt.open(Path(url))
     with pytest.raises(lf_ckpt.CkptError, match="nonsense"):
         lf_ckpt.open("nonsense://x")
     monkeypatch.setitem(sys.modules, "fsspec.core", None)

@@ -155,7 +155,7 @@ class Catalog:
         ]:
             for folder in orphans:
                 del sound[folder]
-        return [_candidate(m) for m in sound.values()]
+        return [candidate_of(m) for m in sound.values()]
 
     def held(self) -> list[str]:
         """Folders that are never removed: pinned ones, those with files that are not ours, those not uploaded yet."""
@@ -304,7 +304,8 @@ class Catalog:
             raise
 
 
-def _candidate(m: Manifest) -> Candidate:
+def candidate_of(m: Manifest) -> Candidate:
+    """What retention knows of a step."""
     attempt = (parse_folder(m.folder) or (m.step, 0))[1]
     parent = m.parent.folder if m.parent else None
     return Candidate(m.folder, m.step, attempt, parent, m.created, m.metrics)

@@ -14,15 +14,16 @@ from collections.abc import Collection
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import wait as wait_for
 
-from .catalog import Catalog
+from .catalog import Catalog, candidate_of
 from .errors import CkptError, CorruptError, UploadError
 from .files import read_all
 from .format import TRAILER_BYTES, parse_trailer
 from .loading import verify_step
 from .lock import LOCK, StoreLock
-from .manifest import MANIFEST_LIMIT, DataFile, parse_folder
+from .manifest import MANIFEST_LIMIT, DataFile, Manifest, parse_folder
 from .places import locate
 from .reader import MANIFEST, StepReader
+from .retention import Candidate
 from .upload import Upload, needed_bases, to_upload
 
 _log = logging.getLogger("lf_ckpt")
@@ -42,7 +43,8 @@ class Mirror:
         self._passes: list[Future[None]] = []
         self._state = threading.Lock()
         self._waiting: set[str] = set()
-        self._there: set[str] = set()
+        self._there: set[str] = set()  # every folder name that the copy has
+        self._copies: dict[str, Candidate] = {}  # its sound steps; this is their only writer
         self._error: UploadError | None = None
         self._stop = threading.Event()
         self._remote.make_folder(where)
@@ -63,6 +65,7 @@ class Mirror:
                 f"{self.url}: holds copies of another store than {local.path}; choose another place"
             )
         self._there = set(self._remote.folders())
+        self._copies = {c.folder: c for c in self._remote.candidates()}
         self._clean(set(local.folders()))
         with self._state:
             self._waiting = set(self._plan())
@@ -71,7 +74,8 @@ class Mirror:
 
     def taken(self) -> Collection[str]:
         """Folder names that the copy has used: a new step must not be mistaken for one of them."""
-        return self._there
+        with self._state:
+            return set(self._there)
 
     def held(self) -> Collection[str]:
         """Local folders that must stay until they are uploaded."""
@@ -162,13 +166,13 @@ class Mirror:
                 self._error = failure
 
     def _plan(self) -> list[str]:
-        return to_upload(self._source.candidates(), self._remote.candidates(), self._options.keep)
+        return to_upload(self._source.candidates(), list(self._copies.values()), self._options.keep)
 
     def _try(self, folder: str) -> None:
         """Copy a step, again after a pause when the network fails. A damaged step is not tried again."""
         for attempt in range(self._options.attempts):
             try:
-                self._copy(folder)
+                manifest = self._copy(folder)
             except CorruptError:
                 raise
             except OSError as error:
@@ -179,13 +183,15 @@ class Mirror:
                     raise
                 _log.warning("%s: upload of step %s is tried again: %s", self.url, folder, error)
             else:
-                self._there.add(folder)
+                with self._state:
+                    self._there.add(folder)
+                self._copies[folder] = candidate_of(manifest)
                 _log.info("%s: step %s uploaded", self.url, folder)
                 break
         with self._state:
             self._waiting.discard(folder)
 
-    def _copy(self, folder: str) -> None:
+    def _copy(self, folder: str) -> Manifest:
         source, target = self._source, os.path.join(self._remote.steps, folder)
         with StepReader(source.files, source.steps, folder) as reader:
             verify_step(reader)
@@ -200,6 +206,7 @@ class Mirror:
                     os.path.join(source.steps, folder, file.name), os.path.join(target, file.name)
                 )
         self._remote.place(manifest, data)
+        return manifest
 
     def _has(self, path: str, file: DataFile) -> bool:
         """Whether an upload that was cut off has left this file whole: length and hash of the index agree.
@@ -243,7 +250,11 @@ class Mirror:
         """Retention of the copy; what deltas to come may need stays."""
         if self._options.keep:
             bases = needed_bases(self._source.candidates())
-            self._there -= set(self._remote.retain(self._options.keep, bases, ()))
+            removed = self._remote.retain(self._options.keep, bases, ())
+            with self._state:
+                self._there.difference_update(removed)
+            for folder in removed:
+                self._copies.pop(folder, None)
 
     def _clean(self, local: set[str]) -> None:
         """Remove unfinished uploads of steps that are not here any more."""

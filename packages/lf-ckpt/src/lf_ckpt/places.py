@@ -20,12 +20,16 @@ _LOCAL_TYPES: Final = frozenset(
     }
 )
 
+_HALF_URL: Final = re.compile(r"[a-z][a-z0-9]+:/[^/]")
+
 
 def locate(
     path: str | os.PathLike[str], mode: Mode = "auto", files: Storage | None = None
 ) -> tuple[Storage, str]:
     """The storage of a path or URL and the path within it, links resolved. CkptError when they do not fit `mode`."""
     text = os.fspath(path)
+    if not isinstance(path, str) and _HALF_URL.match(text):
+        raise ValueError(f"{text}: a Path folds the // of a URL; give it as a string")
     if text.startswith("file://"):
         text = unquote(text.removeprefix("file://").removeprefix("localhost"))
     if "://" in text:

@@ -163,7 +163,7 @@ class Store:
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
             self._saver.current._over.wait()
         if step != "latest":
-            return self._everywhere(self._newest_attempt(step, self._folders()), wanted)
+            return self._load_exact(step, wanted)
         fallbacks: dict[str, tuple[int, str]] = {}
         for _ in range(_SCANS):
             vanished = False
@@ -173,7 +173,7 @@ class Store:
                 except (CorruptError, OSError, RankFailedError) as error:
                     if isinstance(error, RankFailedError) and not error.damage:
                         raise
-                    if self._peers is None and gone(error):
+                    if self._peers is None and self._retired(folder, error):
                         vanished = True
                         continue
                     fallbacks[folder] = (_step_of(folder), describe(error))
@@ -306,6 +306,20 @@ class Store:
             return self._catalog.folders()
         world = self._peers.world
         return list(self._peers.round(None, lambda _: [self._catalog.folders()] * world))
+
+    def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
+        folder = self._newest_attempt(step, self._folders())
+        try:
+            return self._everywhere(folder, wanted)
+        except (CorruptError, OSError) as error:
+            if self._peers is None and self._retired(folder, error):
+                what = f"step {step}: a writer removed it while it was read"
+                raise NoCheckpointError(self.path, (), what) from error
+            raise
+
+    def _retired(self, folder: str, error: Exception) -> bool:
+        """Whether a step failed to load because a writer has removed it meanwhile, which is no damage."""
+        return gone(error) or folder not in self._catalog.folders()
 
     def _everywhere(self, folder: str, wanted: Wanted) -> Loaded:
         """Load on every rank or on none."""
