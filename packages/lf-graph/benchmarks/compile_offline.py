@@ -102,6 +102,13 @@ def marks(row: Row, made: Compiled) -> list[str]:
 def compiled(rows: Sequence[Row], workers: int, budget_s: float) -> Iterator[tuple[Row, Compiled]]:
     """Rows with what became of them, as they are ready; those that the time does not suffice for are left out."""
     stop = time.monotonic() + budget_s
+    if workers == 0:
+        for row in rows:
+            if time.monotonic() > stop:
+                print(f"the time of {budget_s:.0f} s is over: not everything was compiled")
+                return
+            yield row, compile_launch(row.launch)
+        return
     pool = ProcessPoolExecutor(workers, mp_context=get_context("spawn"))
     try:
         waiting: dict[Future[Compiled], Row] = {pool.submit(compile_launch, r.launch): r for r in rows}
@@ -131,7 +138,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
     )
     p.add_argument("--candidates", action="store_true", help="every configuration the tuner would try")
     p.add_argument("--quick", action="store_true", help="the hardest sizes only, as the test does")
-    p.add_argument("--workers", type=int, default=2, help="processes that compile")
+    p.add_argument("--workers", type=int, default=2, help="processes that compile; 0: this one")
     p.add_argument("--budget-s", type=float, default=600.0, help="time of the whole run")
     p.add_argument("--json", type=Path, help="write the rows to this file too")
     return p.parse_args(argv)

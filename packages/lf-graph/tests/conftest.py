@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 
@@ -12,6 +13,10 @@ sys.path.insert(0, os.path.dirname(__file__))
 torch.set_num_threads(1)
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")  # Triton reads it when a kernel is defined
+    if importlib.util.find_spec("triton"):
+        from fast_interpreter import patch_once_a_launch
+
+        patch_once_a_launch()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

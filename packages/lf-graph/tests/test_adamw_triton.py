@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import re
 from collections import Counter
 
 import pytest
+import sm90
 import torch
 from adamw_cases import DEVICE, SMALL, Twins, assert_twins_equal, same_bits
 from torch import nn
@@ -82,43 +80,24 @@ def test_the_norm_reads_blocks_of_a_power_of_two_within_a_chunk(warps: int, chun
     assert norm_block(warps, chunk) == block
 
 
-_COMPILE = """
-import json, re, sys
-import triton.language as tl
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-from lf_graph import _adamw_triton as kernels
-
-def accesses(kernel, gradient, **constants):
-    names = kernel.arg_names
-    types = {"count": "i32", "chunks": "*i64", "addresses": "*i64", "shadow": "*bf16"}
-    constants = {"GRADIENT": gradient, **constants}
-    signature = {n: "constexpr" if n in constants else types.get(n, "*fp32") for n in names}
-    attrs = {(i,): [["tt.divisibility", 16]] for i, n in enumerate(names) if signature[n].startswith("*")}
-    constexprs = {(names.index(n),): v for n, v in constants.items()}
-    source = ASTSource(kernel, signature, constexprs, attrs)
-    ptx = compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
-    return re.findall(r"\\b((?:ld|st)\\.(?:global|shared)\\S*)", ptx)
-
-half, full = tl.bfloat16, tl.float32
-json.dump({
-    "half": accesses(kernels.update, half, BLOCK=1024, VECTOR=4),
-    "full": accesses(kernels.update, full, BLOCK=1024, VECTOR=4),
-    "norm": accesses(kernels.square_sums, half, BLOCK=4096),
-    "wide": accesses(kernels.update, half, BLOCK=1024, VECTOR=8),
-}, sys.stdout)
-"""
-
-
 @pytest.fixture(scope="module")
 def ptx_accesses() -> dict[str, Counter[str]]:
     """Memory instructions of the kernels compiled for an H200, which needs no GPU."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
-    return {k: Counter(v) for k, v in json.loads(done.stdout).items()}
+    types = {"count": "i32", "chunks": "*i64", "addresses": "*i64", "shadow": "*bf16"}
+
+    def accesses(kernel: str, gradient: str, **constants: int) -> Counter[str]:
+        text = sm90.ptx(
+            "lf_graph._adamw_triton", kernel, types, {"GRADIENT": f"tl.{gradient}", **constants}, {"num_warps": 4},
+            default="*fp32", aligned=(),
+        )  # fmt: skip
+        return Counter(re.findall(r"\b((?:ld|st)\.(?:global|shared)\S*)", text))
+
+    return {
+        "half": accesses("update", "bfloat16", BLOCK=1024, VECTOR=4),
+        "full": accesses("update", "float32", BLOCK=1024, VECTOR=4),
+        "norm": accesses("square_sums", "bfloat16", BLOCK=4096),
+        "wide": accesses("update", "bfloat16", BLOCK=1024, VECTOR=8),
+    }
 
 
 def widths(accesses: Counter[str], start: str) -> Counter[str]:

@@ -52,3 +52,16 @@ def loop_experts(x: Tensor, gate_up: Tensor, down: Tensor, weight: Tensor, r: Ro
     gate, up = loop_product(x, gate_up, r.offsets, r.tokens).chunk(2, dim=-1)
     rows = loop_product(F.silu(gate) * up * weight[:, None], down, r.offsets)
     return rows[r.rows].sum(dim=1)
+
+
+def precisions() -> list[str]:
+    """How float32 is multiplied: as torch is by default, and after each of three settings that override each other."""
+    from lf_graph.kernels._grouped_gemm_launch import _precision
+
+    found = [_precision()]
+    torch.set_float32_matmul_precision("high")
+    found.append(_precision())
+    torch.backends.cuda.matmul.allow_tf32 = False
+    found.append(_precision())
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    return [*found, _precision()]

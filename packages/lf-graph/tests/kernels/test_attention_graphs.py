@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+import sm90
 import torch
+import traced
 from attention_cases import Case, assert_close, cumulative, gradients, inputs, reference
 from kernel_cases import DEVICE, same_bits
-from kernel_checks import ptx_for_h200
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -73,29 +69,12 @@ def test_compiled_whole_it_computes_the_same(implementation: str) -> None:
     assert_close(gradients(compiled, *tensors), [x.double() for x in gradients(call, *tensors)])
 
 
-_TRACE = """
-import json, traced, torch
-traced._pretend_a_gpu()
-from lf_graph import kernels
-from lf_graph.kernels import _attention_choice
-_attention_choice.is_measured = lambda q: True
-cu = torch.tensor([0, 20, 37], dtype=torch.int32)
-calls = {
-    "packed": (lambda *x: kernels.varlen_attention(*x, cu, causal=True), [(40, 4, 72), (40, 2, 72), (40, 2, 72)]),
-    "chosen": (lambda *x: kernels.attention(*x, cu), [(40, 4, 72), (40, 2, 72), (40, 2, 72)]),
-    "fused": (lambda x: kernels.attention_lengths(*x.unbind(2)), [(2, 20, 3, 4, 64)]),
-}
-print(json.dumps([traced._trace(*calls[name], dynamic) for name in calls for dynamic in (False, True)]))
-"""
-
-
 def test_a_compiler_sees_three_operators_and_copies_nothing() -> None:
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-W", "ignore", "-c", _TRACE]
-    folder = Path(__file__).parent
-    done = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr[-4000:]
-    for forward, backward in json.loads(done.stdout):
+    graphs = [
+        traced.calls_of(["packed", "chosen", "fused"], dynamic, "traced_attention")
+        for dynamic in (False, True)
+    ]
+    for forward, backward in (of for table in graphs for of in table.values()):
         assert forward.count("attention_forward.default") == 1
         assert [c for c in backward if "attention" in c] == ["attention_dq.default", "attention_dkv.default"]
         assert not [c for c in forward + backward if "clone" in c or "copy" in c or "select" in c]
@@ -226,7 +205,8 @@ def test_on_an_h200_tensor_cores_are_fed_16_bytes_at_a_time() -> None:
         for name, tunable in kernels
         for d in ((64, 72) if name == "backward_keys" else (64,))
     ]
-    for (_, _, head_dim), ptx in zip(cases, ptx_for_h200(*(h200(*c) for c in cases)), strict=True):
+    for case in cases:
+        ptx, head_dim = sm90.ptx(*h200(*case)), case[2]
         assert "wgmma.mma_async" in ptx
         assert "mma.sync" not in ptx
         copies = re.findall(r"cp\.async\.c[ag]\.shared\.global \[[^]]*\], \[[^]]*\], 0x([0-9a-f]+)", ptx)

@@ -4,19 +4,14 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import json
-import os
-import subprocess
 import sys
 from collections.abc import Iterator
-from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 import pytest
+import sm90
 
-LF_GRAPH = Path(__file__).parents[2]
-SCRIPT = LF_GRAPH / "benchmarks" / "compile_offline.py"
 PRODUCTS = "attention,grouped_experts"
 PRODUCT_KERNELS = {
     "forward", "backward_queries", "backward_keys", "grouped_product", "grouped_weight_gradient"
@@ -33,26 +28,12 @@ def can_target_cuda() -> bool:
 pytestmark = pytest.mark.skipif(not can_target_cuda(), reason="this triton cannot compile for CUDA")
 
 
-def compiled(match: str, folder: Path) -> list[dict[str, Any]]:
-    """Rows of compile_offline.py, in a process where Triton compiles instead of interpreting."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    table = folder / "table.json"
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), "--quick", f"--match={match}", "--workers=1", f"--json={table}"],
-        env=env, capture_output=True, text=True, check=False, timeout=280,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows: list[dict[str, Any]] = json.loads(table.read_text())["kernels"]
-    assert rows, done.stdout
-    return rows
-
-
 def names(rows: list[dict[str, Any]]) -> list[str]:
     return [f"{row['case']} | {row['kernel']} | {row['config']}" for row in rows]
 
 
-def test_products_run_on_the_matrix_units_of_hopper_one_behind_the_other(tmp_path: Path) -> None:
-    rows = compiled(PRODUCTS, tmp_path)
+def test_products_run_on_the_matrix_units_of_hopper_one_behind_the_other() -> None:
+    rows = sm90.rows(PRODUCTS)
     products = [row for row in rows if row["kernel"] in PRODUCT_KERNELS]
     assert {row["kernel"] for row in products} == PRODUCT_KERNELS
     assert names([row for row in products if row["mma"] or not row["wgmma"]]) == []
@@ -62,8 +43,8 @@ def test_products_run_on_the_matrix_units_of_hopper_one_behind_the_other(tmp_pat
     assert names([row for row in rows if row["loop_spills"] > row["wgmma"]]) == []
 
 
-def test_kernels_bound_by_memory_move_16_bytes_at_once_without_spills(tmp_path: Path) -> None:
-    rows = compiled(STREAMS, tmp_path)
+def test_kernels_bound_by_memory_move_16_bytes_at_once_without_spills() -> None:
+    rows = sm90.rows(STREAMS)
     assert {row["case"].split()[0] for row in rows} >= {name for name in STREAMS.split(",") if name != "norm"}
     assert names([row for row in rows if "ld 16" not in row["accesses"] or row["wide"] < 0.5]) == []
     assert names([row for row in rows if row["spills"] or not row["fits"]]) == []
@@ -71,19 +52,19 @@ def test_kernels_bound_by_memory_move_16_bytes_at_once_without_spills(tmp_path: 
     assert names([row for row in rows if row["resident"] * row["warps"] < 16]) == []
 
 
-def test_the_optimizer_keeps_everything_in_registers(tmp_path: Path) -> None:
-    rows = compiled("adamw", tmp_path)
+def test_the_optimizer_keeps_everything_in_registers() -> None:
+    rows = sm90.rows("adamw")
     assert {row["kernel"] for row in rows} == {"update", "square_sums"}
     assert names([row for row in rows if row["spills"] or "ld 16" not in row["accesses"]]) == []
 
 
 @pytest.fixture(scope="module")
 def reader() -> Iterator[ModuleType]:
-    sys.path.insert(0, str(SCRIPT.parent))
+    sys.path.insert(0, str(sm90.BENCHMARKS))
     try:
         yield importlib.import_module("offline.compiled")
     finally:
-        sys.path.remove(str(SCRIPT.parent))
+        sys.path.remove(str(sm90.BENCHMARKS))
         for name in [m for m in sys.modules if m.split(".")[0] == "offline"]:
             sys.modules.pop(name)
 

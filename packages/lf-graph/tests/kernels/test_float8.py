@@ -7,12 +7,13 @@ import sys
 from collections.abc import Callable
 
 import pytest
+import sm90
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, same_bits
-from kernel_checks import exact, ptx_for_h200, with_gradients
+from kernel_checks import exact, with_gradients
 from torch import Tensor, nn
 
 from lf_graph.kernels import Float8Linear, KernelUnavailableError, float8_linear, to_float8
@@ -298,16 +299,11 @@ def test_an_h200_converts_two_values_at_once() -> None:
     types |= {"values": "*fp8e4nv", "turned": "*fp8e4nv", "scale": "*fp32", "partials": "*fp32"}
     constants = {"LIMIT": 448.0, "x_column": 1}
     module, options = "lf_graph.kernels._float8_triton", {"num_warps": 4}
-    by_row, by_tensor = ptx_for_h200(
-        (module, "round_by_row", types, {**constants, "BLOCK_R": 4, "BLOCK_C": 512}, options),
-        (
-            module,
-            "round_by_tensor",
-            types,
-            {**constants, "BLOCK_R": 64, "BLOCK_C": 64, "PARTIALS": 512},
-            options,
-        ),
-    )
-    for ptx in (by_row, by_tensor):
+    tiles = {
+        "round_by_row": {"BLOCK_R": 4, "BLOCK_C": 512},
+        "round_by_tensor": {"BLOCK_R": 64, "BLOCK_C": 64, "PARTIALS": 512},
+    }
+    for kernel, tile in tiles.items():
+        ptx = sm90.ptx(module, kernel, types, {**constants, **tile}, options)
         assert "cvt.rn.satfinite.e4m3x2.f32" in ptx
         assert "ld.global.v4" in ptx

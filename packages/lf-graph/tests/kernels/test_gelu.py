@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sm90
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, assert_near, same_bits
-from kernel_checks import exact, ptx_for_h200, with_gradients
+from kernel_checks import exact, with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
@@ -265,9 +266,7 @@ def test_accesses_are_wide_and_the_generator_runs_once_for_eight_rows_on_an_h200
     sizes: dict[str, Any] = dict.fromkeys(("rows", "columns", "stride", "grad_stride", "threshold"), "i32")
     sizes |= {"scale": "fp32", "seed": "*i64", "bias": "*fp32", "partials": "*fp32"}
     constants: dict[str, Any] = {"BIAS": False, "DROPOUT": True, "BLOCK": 512, "GROUPS": 1}
-    (forward,) = ptx_for_h200(
-        ("lf_graph.kernels._gelu_triton", "gelu_forward", sizes, constants, {"num_warps": 2})
-    )
+    forward = sm90.ptx("lf_graph.kernels._gelu_triton", "gelu_forward", sizes, constants, {"num_warps": 2})
     # 8 bf16 of each of 8 rows for a thread
     assert (forward.count("ld.global.v4"), forward.count("st.global.v4")) == (8, 8)
     columns_of_a_thread, rounds, products = 8, 7, 2

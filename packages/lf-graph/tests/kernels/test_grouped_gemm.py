@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from typing import Any
 
+import compiling
 import pytest
+import sm90
 import torch
 from grouped_cases import leaf, loop_product, offsets_of, route
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, assert_near, same_bits
-from kernel_checks import exact, ptx_for_h200, with_gradients
+from kernel_checks import exact, with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -198,23 +198,9 @@ def test_autocast_runs_in_its_dtype_and_returns_gradients_of_the_parameters() ->
     assert_near([out.detach()], [loop_product(*exact(x, weights, offsets)).detach()], slack=2)
 
 
-_PRECISIONS = """
-import torch
-from lf_graph.kernels._grouped_gemm_launch import _precision
-assert _precision() == "ieee"
-torch.set_float32_matmul_precision("high")
-assert _precision() == "tf32"
-torch.backends.cuda.matmul.allow_tf32 = False
-assert _precision() == "ieee"
-torch.backends.cuda.matmul.fp32_precision = "tf32"
-assert _precision() == "tf32"
-"""
-
-
 def test_float32_is_multiplied_as_torch_is_told_to_by_any_of_its_settings() -> None:
     """In its own process: once both kinds of settings are mixed, torch refuses to read the older one."""
-    done = subprocess.run([sys.executable, "-c", _PRECISIONS], capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
+    assert compiling.call("grouped_cases", "precisions") == ["ieee", "tf32", "ieee", "tf32"]
 
 
 def test_compiled_whole_it_computes_the_same() -> None:
@@ -293,15 +279,13 @@ def test_an_h200_multiplies_by_warp_groups_from_shared_memory_filled_16_bytes_at
     tile = {"PRECISION": "ieee", "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "GROUP": 8}
     flags = {"INDEXED": True, "WHOLE": True, "GROUPS": 64, "w_column": 1}
     module, options = "lf_graph.kernels._grouped_gemm_triton", {"num_warps": 8, "num_stages": 3}
-    product, swiglu, gradient = ptx_for_h200(
-        (module, "grouped_product", types, {**tile, **flags, "SWIGLU": False}, options),
-        (module, "grouped_product", types, {**tile, **flags, "SWIGLU": True}, options),
-        (
-            module, "grouped_weight_gradient", types,
-            {**tile, "X_INDEXED": True, "GRAD_INDEXED": False, "out_column": 1}, options,
-        ),
-    )  # fmt: skip
-    for ptx in (product, swiglu, gradient):
+    kernels = [
+        ("grouped_product", {**flags, "SWIGLU": False}),
+        ("grouped_product", {**flags, "SWIGLU": True}),
+        ("grouped_weight_gradient", {"X_INDEXED": True, "GRAD_INDEXED": False, "out_column": 1}),
+    ]
+    for kernel, constants in kernels:
+        ptx = sm90.ptx(module, kernel, types, {**tile, **constants}, options)
         assert "wgmma.mma_async" in ptx
         assert "mma.sync" not in ptx
         assert "st.global.v4" in ptx

@@ -386,7 +386,7 @@ TILES = ("x", "dy", "dsummed", "dx", "dbranch", "weight")
 @pytest.mark.parametrize(("width", "rows", "warps"), [(1536, 1, 4), (128, 16, 4)])
 def test_compiled_for_a_gpu_a_backward_moves_16_bytes_at_once(width: int, rows: int, warps: int) -> None:
     text = sm90.ptx(
-        "_norm_kernels", "norm_rows_backward", warps=warps,
+        "lf_graph.kernels._norm_kernels", "norm_rows_backward", default="i32", options={"num_warps": warps},
         types={**dict.fromkeys(TILES, "*bf16"), "statistics": "*fp32", "partials": "*fp32"},
         aligned=["x_outer_stride", "dy_outer_stride", "ds_outer_stride", "weight_stride"],
         constants={

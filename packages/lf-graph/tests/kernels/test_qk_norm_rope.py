@@ -264,7 +264,7 @@ def test_compiled_for_a_gpu_heads_move_16_bytes_at_once() -> None:
         f"{x}_{level}" for x in ("q", "k", "dq", "dk", "t") for level in ("batch", "token", "head", "row")
     ]
     text = sm90.ptx(
-        "_qk_norm_rope_kernels", "norm_and_rotate_backward", warps=4,
+        "lf_graph.kernels._qk_norm_rope_kernels", "norm_and_rotate_backward", default="i32", options={"num_warps": 4},
         types={**dict.fromkeys(tiles, "*bf16"), **dict.fromkeys(("cos", "sin", "partials"), "*fp32"),
                "positions": "*i32", "eps": "fp32"},
         aligned=[s for s in strides if s not in ("q_row", "k_row", "dq_row", "dk_row", "t_token", "t_head")],

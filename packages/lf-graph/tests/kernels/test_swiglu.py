@@ -6,12 +6,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import sm90
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernel_cases import DEVICE, assert_near, same_bits
-from kernel_checks import exact, ptx_for_h200, with_gradients
+from kernel_checks import exact, with_gradients
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -229,10 +230,8 @@ def test_accesses_are_16_bytes_wide_on_an_h200() -> None:
     sizes |= dict.fromkeys(("grad_gate_stride", "grad_up_stride"), "i32")
     constants, options = {"WEIGHTED": False, "BLOCK": 1024}, {"num_warps": 4}
     module = "lf_graph.kernels._swiglu_triton"
-    forward, backward = ptx_for_h200(
-        (module, "swiglu_forward", sizes, constants, options),
-        (module, "swiglu_backward", sizes, constants, options),
-    )
+    forward = sm90.ptx(module, "swiglu_forward", sizes, constants, options)
+    backward = sm90.ptx(module, "swiglu_backward", sizes, constants, options)
     wide = (forward.count("ld.global.v4"), forward.count("st.global.v4"))
     assert wide == (2, 1)
     assert (backward.count("ld.global.v4"), backward.count("st.global.v4")) == (3, 2)

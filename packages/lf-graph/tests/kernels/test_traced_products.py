@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import traced
-import traced_products
 
 LAUNCHES = {  # of the forward and of the backward
     "swiglu": (1, 1),
@@ -23,9 +22,7 @@ COPIES = ("clone", "copy_", "scatter", "contiguous")
 @pytest.fixture(scope="module", params=[False, True], ids=["static", "dynamic"])
 def calls(request: pytest.FixtureRequest) -> dict[str, list[list[str]]]:
     """Graphs of all operators, traced once with fixed shapes and once with symbols for them."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(traced, "__file__", traced_products.__file__)
-        return traced.calls_of(list(LAUNCHES), request.param)
+    return traced.calls_of(list(LAUNCHES), request.param, "traced_products")
 
 
 @pytest.mark.parametrize("name", LAUNCHES)

@@ -1,34 +1,29 @@
-"""What torch.compile sees of operators made of kernels: traced here as for a GPU, in a process without one.
-
-    python traced.py '["rms_norm", ...]' 0|1
-
-prints, as JSON, the calls of the forward and of the backward graph of every operator; with 1 for dynamic shapes.
-"""
+"""What torch.compile sees of operators made of kernels: traced here as for a GPU, in a process without one."""
 
 from __future__ import annotations
 
-import json
-import os
-import subprocess
-import sys
+import importlib
 from collections.abc import Callable
 from typing import Any
 
+import compiling
 import torch
 from torch import Tensor
 
 
-def calls_of(names: list[str], dynamic: bool) -> dict[str, list[list[str]]]:
-    """Calls of the forward and of the backward graph of operators, from a process without the interpreter."""
-    env = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, __file__, json.dumps(names), str(int(dynamic))]
-    done = subprocess.run(command, env=env, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr[-4000:]
-    found: dict[str, list[list[str]]] = json.loads(done.stdout.splitlines()[-1])
+def calls_of(names: list[str], dynamic: bool, table: str = "traced") -> dict[str, list[list[str]]]:
+    """Calls of the forward and of the backward graph of operators of a module's ``operators()``."""
+    found: dict[str, list[list[str]]] = compiling.call("traced", "_calls_of", names, dynamic, table)
     return found
 
 
-def _operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
+def _calls_of(names: list[str], dynamic: bool, table: str) -> dict[str, list[list[str]]]:
+    pretend_a_gpu()
+    known = importlib.import_module(table).operators()
+    return {name: trace(*known[name], dynamic) for name in names}
+
+
+def operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
     """Each with the shapes of its inputs."""
     from lf_graph import kernels as k
 
@@ -50,7 +45,7 @@ def _operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
     }
 
 
-def _pretend_a_gpu() -> None:
+def pretend_a_gpu() -> None:
     """Lets kernels be chosen for CPU tensors and analysed for sm_90; nothing is ever launched."""
     import triton
     from triton.backends.compiler import GPUTarget
@@ -65,7 +60,7 @@ def _pretend_a_gpu() -> None:
     _choice._obstacle = lambda device: None
 
 
-def _trace(fn: Callable[..., Any], shapes: list[tuple[int, ...]], dynamic: bool) -> list[list[str]]:
+def trace(fn: Callable[..., Any], shapes: list[tuple[int, ...]], dynamic: bool) -> list[list[str]]:
     from torch._dynamo.backends.common import aot_autograd
     from torch._functorch.aot_autograd import make_boxed_func
 
@@ -101,9 +96,3 @@ def _zeros(value: Any) -> Any:
 
 def _known(n: int | torch.SymInt) -> int:
     return n if isinstance(n, int) else int(n.node.hint)
-
-
-if __name__ == "__main__":
-    _pretend_a_gpu()
-    table = _operators()
-    print(json.dumps({name: _trace(*table[name], sys.argv[2] == "1") for name in json.loads(sys.argv[1])}))

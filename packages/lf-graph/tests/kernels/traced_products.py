@@ -1,14 +1,11 @@
-"""Activations, grouped products and 8-bit layers as :mod:`traced` traces operators; run as that is."""
+"""Activations, grouped products and 8-bit layers as :mod:`traced` traces operators."""
 
 from __future__ import annotations
 
-import json
-import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
-import traced
 from torch import Tensor
 
 OFFSETS = torch.tensor([3, 5], dtype=torch.int32)
@@ -35,10 +32,3 @@ def operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
         "float8 by tensor": (k.float8_linear, layer),
         "float8 by row": (lambda x, w: k.float8_linear(x, w, scaling="row"), layer),
     }
-
-
-if __name__ == "__main__":
-    traced._pretend_a_gpu()
-    table = operators()
-    wanted, dynamic = json.loads(sys.argv[1]), sys.argv[2] == "1"
-    print(json.dumps({name: traced._trace(*table[name], dynamic) for name in wanted}))
