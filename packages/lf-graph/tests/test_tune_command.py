@@ -139,3 +139,16 @@ def test_exporting_keeps_what_was_shipped_and_not_measured_now(tmp_path: Path) -
 def test_the_command_names_a_module_that_is_missing(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--import", "no_such_module_here", "--list"]) == 1
     assert "dotted name of a module: No module named 'no_such_module_here'" in capsys.readouterr().err
+
+
+def test_a_folder_that_is_none_is_named_and_one_without_a_table_is_told(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["--dir", os.devnull, "--list"]) == 1
+    captured = capsys.readouterr()
+    assert f"--dir {os.devnull} is no folder" in captured.err
+    assert captured.out == ""
+    assert main(["--dir", str(tmp_path / "new"), "--list"]) == 0
+    first = capsys.readouterr().out.splitlines()[0]
+    assert first.startswith(str(tmp_path / "new"))
+    assert first.endswith(": no table yet")

@@ -1,6 +1,7 @@
 """python -m lf_memory.gradients report, as a user runs it."""
 
 import json
+import operator
 import subprocess
 import sys
 
@@ -28,6 +29,14 @@ def huge():  # 16 TiB
 
 def wrong():
     return Loss(8)
+
+def broken():
+    raise KeyError("no such width")
+
+def broken_loss():
+    def loss(x):
+        return x @ torch.ones(3)
+    return loss, (torch.ones(8, 64, requires_grad=True),)
 """
 
 
@@ -89,3 +98,35 @@ def test_a_case_that_is_none_is_named(case, capsys, name):
     error = capsys.readouterr().err
     assert name.split(":")[0] in error
     assert "module:callable" in error or "return (fn, args)" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "cause", "line"),
+    [
+        ("broken", "KeyError: 'no such width'", 'raise KeyError("no such width")'),
+        ("broken_loss", "Error: ", "return x @ torch.ones(3)"),
+    ],
+)
+def test_what_a_case_raises_is_a_message_with_its_line(case, capsys, name, cause, line):
+    assert main(["report", f"{case}:{name}", "--mode", "fused"]) == 1
+    error = capsys.readouterr().err
+    assert f"error: {case}:{name} raised" in error
+    assert cause in error
+    assert "some_case.py:" in error
+    assert line in error
+    assert "Traceback" not in error
+
+
+def test_a_module_that_fails_while_it_is_imported_is_named(tmp_path, monkeypatch, capsys):
+    (tmp_path / "failing_case.py").write_text("undefined_name\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    assert main(["report", "failing_case:small"]) == 1
+    error = capsys.readouterr().err
+    assert "NameError" in error
+    assert "failing_case.py:1" in error
+
+
+def test_a_fault_of_our_own_keeps_its_traceback(case, monkeypatch):
+    monkeypatch.setattr("lf_memory.gradients.__main__.predict", operator.index)  # raises in our frame
+    with pytest.raises(TypeError, match="index"):
+        main(["report", f"{case}:small"])

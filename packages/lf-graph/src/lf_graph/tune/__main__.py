@@ -44,14 +44,14 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def listing(now: State) -> str:
-    """Tunables, and for how many keys each is tuned and shipped."""
-    lines = []
+    """The table's file, tunables, and for how many keys each is tuned and shipped."""
+    lines = [f"{now.store.path}{'' if now.store.path.exists() else ': no table yet'}"]
     keys = known_keys(now)
     for name in sorted(TUNABLES):
         tuned = sum(n == name for n, _ in now.tuned.entries)
         shipped = sum(n == name for n, _ in now.shipped.entries) if now.shipped else 0
         lines.append(f"{name}: {len(keys.get(name, []))} known keys, {tuned} tuned, {shipped} shipped")
-    return "\n".join(lines) or "no tunables are registered"
+    return "\n".join(lines if TUNABLES else [*lines, "no tunables are registered"])
 
 
 def showing(now: State, match: str) -> str:
@@ -82,8 +82,13 @@ def export(now: State, folder: Path) -> Path:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The command; 1 if a search failed, a default was rejected, a module is missing or there is no GPU."""
+    """The command; 1 if a search failed, a default was rejected, a module or folder is none, or there is no GPU."""
     args = arguments(argv)
+    if args.dir and args.dir.exists() and not args.dir.is_dir():
+        print(
+            f"lf_graph.tune: --dir {args.dir} is no folder: name one that tables may lie in", file=sys.stderr
+        )
+        return 1
     try:
         load_kernels(args.imports)
     except ModuleNotFoundError as e:

@@ -8,8 +8,10 @@ import argparse
 import importlib
 import json
 import sys
+import traceback
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +26,12 @@ from ._predict import predict
 from ._report import summary
 from ._verify import Verification, verify
 
+_NOT_THE_USERS = (
+    str(Path(__file__).parents[1]),
+    str(Path(torch.__file__).parent),
+    "<frozen ",
+    str(Path(importlib.__file__).parent),
+)
 Case = tuple[Callable[..., Any], Sequence[Any], Models | None]
 
 
@@ -59,8 +67,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except PlanError as error:
         print(f"error: {error}", file=sys.stderr)
         return 1
+    except Exception as error:
+        blame = _blame(error)
+        if not blame:
+            raise
+        print(f"error: {options.case} raised {blame}", file=sys.stderr)
+        return 1
     print(_json(plans, checks) if options.json else _text(plans, checks))
     return 0 if all(check.within(0.05) for check in checks) else 2
+
+
+def _blame(error: Exception) -> str:
+    """What the user's code raised and where; "" if none of it was running, so that the fault is ours."""
+    frames = traceback.extract_tb(error.__traceback__)
+    theirs = [f for f in frames if not f.filename.startswith(_NOT_THE_USERS)]
+    if not theirs:
+        return ""
+    last = theirs[-1]
+    return f"{type(error).__name__}: {error}\n  at {last.filename}:{last.lineno}, in {last.name}: {last.line}"
 
 
 def load(case: str) -> Case:

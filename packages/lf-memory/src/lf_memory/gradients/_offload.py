@@ -25,29 +25,35 @@ _PART = 4  # a tensor under 1/4 of its storage: copying would move more than it 
 
 @contextlib.contextmanager
 def offload(
-    pool: HostPool | VariablePool, *, min_bytes: int = 1 << 20, keep: nn.Module | Iterable[Tensor] = (), ahead: int = 2
+    pool: HostPool | VariablePool, *, min_bytes: int = 1 << 20, keep: nn.Module | Iterable[Tensor] = (), ahead: int = 2,
+    share: bool = True,
 ) -> Iterator[Offload]:  # fmt: skip
     """Keep what autograd saves in this block in `pool`; the backward, inside or outside the block, reads it back.
 
-    Whole storages are copied, once each: bits, strides and aliasing are as without. On a device the copies run on a
-    stream of their own; page-lock the pool, or they wait for the host. Nothing waits for the pool: what finds no
-    room stays on the device. Parameters and their views stay.
+    Whole storages are copied, once for each version: bits, strides and aliasing are as without. On a device the
+    copies run on a stream of their own; page-lock the pool, or they wait for the host. Nothing waits for the pool:
+    what finds no room stays on the device. Parameters and their views stay.
 
     Args:
         pool: a VariablePool takes any size; a HostPool what fits a slot. Leases end with the graph.
         min_bytes: smaller saved tensors stay.
         keep: a module, whose buffers stay too, or tensors that stay.
+        share: whether a storage that is saved again under the same version is the copy there is. On the CPU its bytes
+            are compared first. On a device nothing waits to compare them, and a change that versions do not count
+            (`x.data.mul_()`) would go unseen: say False if your code does such a thing between two uses of a
+            tensor. Every saving then has a copy of its own.
         ahead: storages that are fetched before the backward asks for them, in reverse order of saving.
 
     Yields:
         The block's Offload, for `stats()`.
 
     Raises ValueError for arguments out of range, RuntimeError within a graph capture. A saved tensor that was
-    changed in place is an error in backward, as without, while it lives.
+    changed in place is an error in backward, as without, while it lives. What is changed through `.data` is
+    no error, as without: on the CPU it is read back as it was when it was saved, on a device as either.
     """
     if min_bytes < 1 or ahead < 0:
         raise ValueError(f"min_bytes={min_bytes}, ahead={ahead}: at least 1 and at least 0")
-    session = Offload(pool, min_bytes, keep, ahead)
+    session = Offload(pool, min_bytes, keep, ahead, share)
     with torch.autograd.graph.saved_tensors_hooks(session.pack, session.unpack):
         try:
             yield session
@@ -59,11 +65,17 @@ class Offload:
     """One block of `offload`; its arguments."""
 
     def __init__(
-        self, pool: HostPool | VariablePool, min_bytes: int, keep: nn.Module | Iterable[Tensor], ahead: int
+        self,
+        pool: HostPool | VariablePool,
+        min_bytes: int,
+        keep: nn.Module | Iterable[Tensor],
+        ahead: int,
+        share: bool,
     ) -> None:
         self._pool = pool
         self._min_bytes = min_bytes
         self._ahead = ahead
+        self._share = share
         tensors = [*keep.parameters(), *keep.buffers()] if isinstance(keep, nn.Module) else list(keep)
         self._kept_storages = {t.untyped_storage().data_ptr() for t in tensors if type(t) in _PLAIN} - {0}
         self._by_storage: dict[int, weakref.ref[Entry]] = {}
@@ -124,7 +136,7 @@ class Offload:
         storage = tensor.untyped_storage()
         reference = self._by_storage.get(StorageWeakRef(storage).cdata)
         entry = reference() if reference is not None else None
-        if entry is not None and entry.holds(tensor):
+        if self._share and entry is not None and entry.holds(tensor):
             self._stats = dataclasses.replace(self._stats, shared=self._stats.shared + 1)
             return entry
         _refuse_capture(tensor.device)

@@ -31,6 +31,9 @@ class Copies(Protocol):
     def back(self, slot: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         """A new tensor on `device` with the bytes of `slot`, and the event to wait for before using it."""
 
+    def equal(self, source: Tensor, slot: Tensor) -> bool:
+        """Whether `slot`, a copy of `source`, still has its bytes; True where only waiting could tell."""
+
     def wait(self, event: Any) -> None:
         """Order the caller's further work behind an event; None is no event."""
 
@@ -53,6 +56,10 @@ class DirectCopies:
     def back(self, slot: Tensor, device: torch.device) -> tuple[Tensor, Any]:
         """See Copies."""
         return slot.clone(), None
+
+    def equal(self, source: Tensor, slot: Tensor) -> bool:
+        """See Copies."""
+        return torch.equal(source, slot)
 
     def wait(self, event: Any) -> None:
         """See Copies."""
@@ -102,6 +109,10 @@ class StreamCopies:
         # Allocated for the caller's stream, whose earlier work may still read the block: the copy comes behind it.
         target = torch.empty(slot.numel(), dtype=torch.uint8, device=device)
         return target, self._behind_caller(target, slot)
+
+    def equal(self, source: Tensor, slot: Tensor) -> bool:
+        """See Copies."""
+        return True
 
     def wait(self, event: Any) -> None:
         """See Copies."""

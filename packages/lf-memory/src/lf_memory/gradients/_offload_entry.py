@@ -41,8 +41,7 @@ class Entry:
         self.used = False
         self._device, self._lease, self._copies = tensor.device, lease, copies
         self._slot = torch.from_numpy(lease.view((self.nbytes,), "uint8"))
-        whole = torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(storage)
-        self._event = copies.out(whole, self._slot)
+        self._event = copies.out(_bytes(tensor), self._slot)
         self._back: Tensor | None = None
 
     @property
@@ -56,8 +55,13 @@ class Entry:
         return self._copies.beside and not self.fetched and not self.used
 
     def holds(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is of this storage, unchanged since it was copied."""
-        return not self.source.expired() and tensor._version == self.version
+        """Whether `tensor` is of this storage, unchanged since it was copied.
+
+        A version does not tell of changes through `.data`, whose counter is its own; the bytes do.
+        """
+        if self.source.expired() or tensor._version != self.version:
+            return False
+        return self._copies.equal(_bytes(tensor), self._slot)
 
     def fetch(self) -> None:
         """Begin the copy back."""
@@ -83,6 +87,11 @@ class Entry:
             self._copies.abandon(self._back)  # type: ignore[arg-type]
         self._slot = None  # type: ignore[assignment]
         lease.release()
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """The whole storage, uint8 [nbytes]."""
+    return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 @dataclass(frozen=True)
