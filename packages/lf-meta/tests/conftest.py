@@ -13,6 +13,9 @@ from typing import Any
 import psutil
 import pytest
 
+sys.path.insert(0, os.path.dirname(__file__))
+import warm
+
 SMALL = [
     "model.args.layers=1",
     "model.args.hidden=32",
@@ -61,12 +64,21 @@ class Cli:
                     victim.kill()
                 process.wait()
 
-    def run(self, *arguments: str, code: int = 0, **environment: str) -> str:
-        """Run a command to its end, check its exit code, return its output."""
-        (self.folder / "out").unlink(missing_ok=True)
-        process = self.start(*arguments, **environment)
-        process.wait(timeout=240)
-        assert process.returncode == code, self.output()
+    def run(self, *arguments: str, code: int = 0, cold: bool = False, **environment: str) -> str:
+        """Run a command to its end, check its exit code, return its output.
+
+        Args:
+            cold: start an interpreter for it, as a user does; else torch is there already.
+            environment: further variables; they are for a start of its own.
+        """
+        out = self.folder / "out"
+        out.unlink(missing_ok=True)
+        if cold or environment:
+            process = self.start(*arguments, **environment)
+            found = process.wait(timeout=240)
+        else:
+            found = warm.run(list(arguments), self.folder, self.environment, out, timeout=240)
+        assert found == code, self.output()
         return self.output()
 
     def output(self) -> str:

@@ -17,7 +17,7 @@ import lf_format as lff
 
 @pytest.mark.slow
 def test_the_default_run_learns_english_text(cli: Any) -> None:
-    output = cli.run("train")
+    output = cli.run("train", cold=True)
     run = cli.folder / "runs" / "gr00t_n16_lm-tiny-001"
     losses = [loss for _, (loss, _) in sorted(cli.losses(run.name).items())]
     assert len(losses) == 300
@@ -27,7 +27,9 @@ def test_the_default_run_learns_english_text(cli: Any) -> None:
     assert "sample after step 300" in output
     assert "next: loongforge infer" in output
     assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
-    text = cli.run("infer", str(run), "--prompt", "Python ", "--tokens", "40", "--temperature", "0")
+    text = cli.run(
+        "infer", str(run), "--prompt", "Python ", "--tokens", "40", "--temperature", "0", cold=True
+    )
     assert text.startswith("Python ")
     assert len(text) > 40
     assert "eval loss" in cli.run("eval", str(run))

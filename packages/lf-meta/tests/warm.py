@@ -1,0 +1,117 @@
+"""``loongforge`` without its start: runs to the end as children of one process that has imported torch already.
+
+The tests of a package run the command about a hundred times, most of them for a second of work behind five of imports.
+What signals, kills or hooks a process starts it for itself (``Cli.start``); so do the first runs a user makes.
+"""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import importlib
+import json
+import os
+import random
+import select
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+
+PRELOADED = ("torch.distributed", "lf_meta.cli", "lf_meta.jobs", "lf_meta.models", "matplotlib.figure")
+
+
+def run(arguments: list[str], folder: Path, environment: dict[str, str], out: Path, timeout: float) -> int:
+    """Runs ``loongforge`` to its end in a folder; its output is appended to a file.
+
+    Returns:
+        The exit code, -signal where one ended it.
+
+    Raises:
+        subprocess.TimeoutExpired: it did not end in time, and was killed with what it had started.
+    """
+    server = _server()
+    assert server.stdin is not None
+    assert server.stdout is not None
+    request = {"arguments": arguments, "folder": str(folder), "environment": environment, "out": str(out)}
+    server.stdin.write(json.dumps({**request, "timeout": timeout}) + "\n")
+    server.stdin.flush()
+    answer = server.stdout.readline()
+    assert answer, f"the process that starts loongforge ended with {server.poll()}"
+    code: int | None = json.loads(answer)
+    if code is None:
+        raise subprocess.TimeoutExpired(arguments, timeout)
+    return code
+
+
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
+    server = subprocess.Popen(
+        [sys.executable, __file__],
+        env=environment,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    atexit.register(_end, server)
+    return server
+
+
+def _end(server: subprocess.Popen[str]) -> None:
+    assert server.stdin is not None
+    server.stdin.close()
+    try:
+        server.wait(10)
+    except subprocess.TimeoutExpired:
+        server.kill()
+
+
+def _serve() -> None:
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    for name in PRELOADED:
+        importlib.import_module(name)
+    for line in sys.stdin:
+        request = json.loads(line)
+        child = os.fork()
+        if child == 0:
+            answers.close()
+            _become(request)  # ends as any process does, by SystemExit
+        print(json.dumps(_wait(child, request["timeout"])), file=answers, flush=True)
+
+
+def _wait(child: int, timeout: float) -> int | None:
+    """Exit code, or None for what had to be killed."""
+    watch = os.pidfd_open(child)
+    try:
+        ended = bool(select.select([watch], [], [], timeout)[0])
+    finally:
+        os.close(watch)
+    if not ended:
+        for victim in [*psutil.Process(child).children(recursive=True), psutil.Process(child)]:
+            victim.kill()
+    _, status = os.waitpid(child, 0)
+    return os.waitstatus_to_exitcode(status) if ended else None
+
+
+def _become(request: dict[str, object]) -> None:
+    """Everything that a start by ``python -m lf_meta.cli`` would have set."""
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(str(request["out"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    for ours, standard in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(ours, standard)
+    os.chdir(str(request["folder"]))
+    os.environ.clear()
+    os.environ.update(request["environment"])  # type: ignore[call-overload]
+    sys.argv = ["loongforge", *request["arguments"]]  # type: ignore[misc]
+    sys.path[0] = str(request["folder"])
+    random.seed()
+    from lf_meta.cli import main
+
+    sys.exit(main())
+
+
+if __name__ == "__main__":
+    _serve()
