@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import random
 from collections.abc import Callable
@@ -59,6 +60,7 @@ def test_an_index_that_does_not_fit_into_memory_is_a_format_error(
         raise MemoryError
 
     monkeypatch.setattr("lf_format._reader.load", exhausted)
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = len(os.listdir("/proc/self/fd"))
     with pytest.raises(lff.FormatError, match="memory"):
         lff.Reader(sample)

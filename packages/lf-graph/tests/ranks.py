@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 60.0  # seconds until a call that does not answer counts as hung
+PATIENCE = (
+    240.0  # seconds until a call that does not answer counts as hung; a loaded machine starts ranks slowly
+)
 
 
 class RankError(Exception):
@@ -35,7 +37,7 @@ def serve(rank: int, world: int, store: str, connection: Connection, backend: st
         init_method=f"file://{store}",
         rank=rank,
         world_size=world,
-        timeout=datetime.timedelta(seconds=30),
+        timeout=datetime.timedelta(seconds=120),
     )
     while (job := connection.recv()) is not None:
         fn, arguments = job

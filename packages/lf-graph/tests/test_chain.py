@@ -509,13 +509,16 @@ def test_chains_in_one_pool_run_one_after_the_other() -> None:
 
 
 def test_a_piece_that_fails_frees_those_before_it() -> None:
-    m = linears(1)
+    def recorded() -> int:
+        gc.collect()
+        return sum(type(o) is RecordedGraph and o.calls is not None for o in gc.get_objects())
+
+    m, before = linears(1), recorded()  # a test that failed keeps its graphs alive
     chain = Chain([Piece(m[0]), Piece(lambda a: a * a.sum().item())])
     for _ in range(3):
         with pytest.raises(GraphCaptureError, match="_local_scalar_dense"):
             chain.capture(data())
-    gc.collect()
-    assert not [o for o in gc.get_objects() if type(o) is RecordedGraph and o.calls is not None]
+    assert recorded() <= before
     assert m[0].weight.grad is None
     with pytest.raises(ClosedError):
         chain(data())

@@ -194,8 +194,8 @@ def test_ctrl_c_interrupts_a_waiting_loader(masked_path):
         PRELUDE
         + """
 loader = lf_iouring.LoongDataLoader(dataset, global_batch=24)
-print("ready", flush=True)
 try:
+    print("ready", flush=True)
     while True:
         next(loader)
 except KeyboardInterrupt:

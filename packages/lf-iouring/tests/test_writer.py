@@ -1,6 +1,7 @@
 """WriteEngine and FileWriter: any bytes at any place, exact sizes, clear errors, nothing left open."""
 
 import errno
+import gc
 import importlib.util
 import mmap
 import os
@@ -167,6 +168,7 @@ def test_memory_may_be_dropped_right_after_a_write(tmp_path, engine):
 
 def test_a_full_device_is_a_write_error_that_names_it_all(tmp_path, engine, slab):
     file = engine.create(tmp_path / "file")
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = open_descriptors()
     full = os.open("/dev/full", os.O_WRONLY)
     for fd in {file._sink.fd, file._sink.direct} - {-1}:
@@ -228,6 +230,7 @@ def test_slots_of_a_host_pool_are_written_from_registered_memory(tmp_path):
 
 
 def test_leaving_by_an_exception_closes_and_does_not_hide_it(tmp_path, engine, slab):
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = open_descriptors()
     with pytest.raises(ZeroDivisionError), engine.create(tmp_path / "file", reserve=8 << 20) as file:
         file.write(slab[: slab.size // (file.end or 0)])
@@ -238,6 +241,7 @@ def test_leaving_by_an_exception_closes_and_does_not_hide_it(tmp_path, engine, s
 
 
 def test_an_interrupted_write_leaves_a_file_that_says_so(tmp_path, engine, slab):
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = open_descriptors()
     file = engine.create(tmp_path / "file")
     previous = signal.signal(signal.SIGALRM, signal.default_int_handler)
@@ -317,6 +321,7 @@ def test_a_child_forked_while_a_thread_writes_lets_go_without_waiting_for_it(tmp
 
 
 def test_an_engine_and_a_file_that_nobody_closed_leave_no_descriptor(tmp_path, slab):
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = open_descriptors()
     engine = WriteEngine([slab])
     engine.create(tmp_path / "file").write(slab)
@@ -357,6 +362,7 @@ def test_wrong_arguments_say_what_fits(tmp_path, engine, slab):
 
 
 def test_closing_the_engine_first_is_an_error_at_close_and_leaks_nothing(tmp_path, slab):
+    gc.collect()  # what other tests left may close its descriptors at any time
     before = open_descriptors()
     engine = WriteEngine()
     file = engine.create(tmp_path / "file")

@@ -31,7 +31,7 @@ def _start(body: str) -> "subprocess.Popen[str]":
 def test_first_signal_is_recorded_and_the_program_goes_on(signum: int) -> None:
     process = _start("\n    while not stop.signum: time.sleep(0.01)\n    print(stop.signum)")
     process.send_signal(signum)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"{int(signum)}\n")
 
 
@@ -43,7 +43,7 @@ def test_second_signal_ends_at_once_even_inside_a_c_call() -> None:
     time.sleep(1.3)  # later than what counts as one request
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
-    assert process.wait(timeout=10) == 143
+    assert process.wait(timeout=60) == 143
 
 
 def test_handlers_are_put_back() -> None:
@@ -65,7 +65,7 @@ def test_a_signal_that_the_parent_ignores_stays_ignored() -> None:
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     process.send_signal(signal.SIGHUP)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert out == "0\n"
 
 
@@ -74,5 +74,5 @@ def test_the_same_request_on_two_ways_is_one_request() -> None:
     process.send_signal(signal.SIGTERM)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)
-    out, _ = process.communicate(timeout=20)
+    out, _ = process.communicate(timeout=60)
     assert (process.returncode, out) == (0, f"{int(signal.SIGTERM)}\n")

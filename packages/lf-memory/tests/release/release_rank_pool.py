@@ -12,7 +12,9 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-PATIENCE = 40.0  # seconds until a call that does not answer counts as hung
+PATIENCE = (
+    240.0  # seconds until a call that does not answer counts as hung; a loaded machine starts ranks slowly
+)
 
 
 class RankError(Exception):
@@ -28,7 +30,7 @@ def serve(rank, world, store, connection, backend):
         )  # NVLink multicast needs a fabric manager that allows it
         torch.cuda.set_device(rank)
     dist.init_process_group(
-        backend, f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=60)
+        backend, f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(seconds=120)
     )
     while (job := connection.recv()) is not None:
         fn, arguments = job
