@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""What a checkpoint costs: lf-ckpt beside torch.save and torch.distributed.checkpoint, same state, disk and run.
+"""What a checkpoint costs: lf-ckpt beside its floors and peers, same state, disk and run.
 
-    bench_ckpt.py --json OUT.json [--gib 0.5] [--repeat 3] [--dir DIR]
+    bench_ckpt.py --json OUT.json [--gib 1] [--repeat 3] [--dir DIR] [--only WORD ...]
 
 stall: until the call returns and the tensors may change. durable: until the bytes are fsynced. CPU: seconds of this
 process, with what lf-ckpt spends on removing the step before. Every saver saves the same float32 state `repeat` times,
-in turns; the table shows the median and the fastest.
+in turns; the table shows the median and the fastest. The bars compare the fastest.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ import shutil
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,162 +26,24 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from ckpt_savers import (
+    FLOORS,
+    OURS,
+    PEERS,
+    DirectIo,
+    HashPass,
+    LfCkpt,
+    Memcpy,
+    Run,
+    Saver,
+    Skipped,
+    Tensors,
+    add_peers_path,
+)
 
 import lf_ckpt
 
-Tensors = dict[str, torch.Tensor]
-Finish = Callable[[], object]
-
-
-@dataclass
-class Run:
-    """One save or load, in seconds and bytes."""
-
-    stall: float
-    durable: float
-    cpu: float
-    size: int
-
-
-class Saver:
-    """A way to save: `save` returns what must still be called for the data to be written, if anything."""
-
-    name: str
-    fsynced = False  # whether `save` fsyncs by itself; otherwise the benchmark does, as part of durable
-
-    def __init__(self, path: Path, state: Tensors) -> None:
-        self.path, self.state = path, state
-
-    def save(self, step: int) -> Finish | None:
-        raise NotImplementedError
-
-    def load(self, into: Tensors) -> None:
-        raise NotImplementedError
-
-    def close(self) -> None:
-        """Free what the saver holds."""
-
-
-class Memcpy(Saver):
-    """The floor of any stall: one copy into memory that is there already."""
-
-    name = "memcpy into a reused buffer (floor of the stall)"
-
-    def __init__(self, path: Path, state: Tensors) -> None:
-        super().__init__(path, state)
-        self.copies = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
-
-    def save(self, step: int) -> Finish | None:
-        for name, tensor in self.state.items():
-            self.copies[name].copy_(tensor)
-        return None
-
-
-class Pwrite(Saver):
-    """The tensors' memory written by one thread through the page cache, without a copy, hash or metadata."""
-
-    name = "buffered pwrite + fsync, 1 thread, nothing checked"
-
-    def save(self, step: int) -> Finish | None:
-        with open(self.path / "data", "wb", buffering=0) as file:
-            for tensor in self.state.values():
-                data = memoryview(tensor.view(-1).view(torch.uint8).numpy())
-                while data:
-                    data = data[file.write(data) :]
-            os.fsync(file.fileno())
-        return None
-
-
-class TorchSave(Saver):
-    name = "torch.save"
-
-    def save(self, step: int) -> Finish | None:
-        torch.save(self.state, self.path / "data.pt")
-        return None
-
-    def load(self, into: Tensors) -> None:
-        for name, tensor in torch.load(self.path / "data.pt", weights_only=True).items():
-            into[name].copy_(tensor)
-
-
-class DcpSave(Saver):
-    name = "DCP save"
-
-    def save(self, step: int) -> Finish | None:
-        dcp.save(self.state, checkpoint_id=self.path / "dcp")
-        return None
-
-    def load(self, into: Tensors) -> None:
-        dcp.load(into, checkpoint_id=self.path / "dcp")
-
-
-class DcpAsync(Saver):
-    name = "DCP async_save, staging memory reused"
-
-    def __init__(self, path: Path, state: Tensors) -> None:
-        super().__init__(path, state)
-        options = StagingOptions(
-            use_pinned_memory=torch.cuda.is_available(),
-            use_shared_memory=True,
-            use_async_staging=False,
-            use_non_blocking_copy=torch.cuda.is_available(),
-        )
-        self.stager = DefaultStager(options)
-
-    def save(self, step: int) -> Finish | None:
-        future = dcp.async_save(self.state, checkpoint_id=self.path / "dcp", async_stager=self.stager)
-        return getattr(future, "upload_completion", future).result
-
-    def close(self) -> None:
-        self.stager.close()
-
-
-class LfCkpt(Saver):
-    """Full steps only, so that every row writes the whole state."""
-
-    name = "lf-ckpt, raw"
-    compress: Any = "raw"
-    full_every = 0
-    fsynced = True
-
-    def __init__(self, path: Path, state: Tensors) -> None:
-        super().__init__(path, state)
-        self.store = lf_ckpt.open(
-            path / "store", keep=[lf_ckpt.Last(1)], compress=self.compress, full_every=self.full_every
-        )
-
-    def save(self, step: int) -> Finish | None:
-        handle = self.store.save(step, self.state)
-        return lambda: handle.wait().seconds_durable  # `wait` also removes the step before
-
-    def load(self, into: Tensors) -> None:
-        self.store.load(into=into)
-
-    def close(self) -> None:
-        self.store.close()
-
-
-class LfCkptAuto(LfCkpt):
-    name = 'lf-ckpt, compress="auto"'
-    compress = "auto"
-
-
-class LfCkptUnchanged(LfCkpt):
-    """Delta of a state in which one tensor of the list has changed."""
-
-    name = "lf-ckpt, delta, 1 tensor in 8 changed"
-    full_every = 10**6
-
-    def save(self, step: int) -> Finish | None:
-        for name in list(self.state)[::8]:
-            self.state[name].view(-1)[:: 1 << 16].add_(1)  # dirties every extent of the tensor
-        return super().save(step)
-
-
-SAVERS = (Memcpy, Pwrite, TorchSave, DcpSave, DcpAsync, LfCkpt, LfCkptAuto, LfCkptUnchanged)
-STOCK = (TorchSave.name, DcpSave.name, DcpAsync.name)
+Runs = dict[str, list[Run]]
 
 
 def make_state(gib: float) -> Tensors:
@@ -231,9 +92,8 @@ def files_below(path: Path) -> list[Path]:
     return [file for file in path.rglob("*") if file.is_file()]
 
 
-def measure_load(saver: Saver, state: Tensors) -> Run:
+def measure_load(saver: Saver, state: Tensors, into: Tensors) -> Run:
     """One load in place, with the files' pages dropped from the cache first; hashes are checked where there are any."""
-    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     os.sync()
     for file in files_below(saver.path):
         fd = os.open(file, os.O_RDONLY)
@@ -241,29 +101,52 @@ def measure_load(saver: Saver, state: Tensors) -> Run:
         os.close(fd)
     began, cpu = time.perf_counter(), time.process_time()
     saver.load(into)
-    seconds = time.perf_counter() - began
+    seconds, cpu = time.perf_counter() - began, time.process_time() - cpu
+    if isinstance(saver, DirectIo):
+        seconds = saver.seconds  # without the copy that lets the same check follow
     assert all(torch.equal(into[name], tensor) for name, tensor in state.items()), saver.name
-    return Run(seconds, seconds, time.process_time() - cpu, newest_size(saver.path))
+    for tensor in into.values():
+        tensor.zero_()
+    return Run(seconds, seconds, cpu, newest_size(saver.path))
 
 
-def run_all(folder: Path, state: Tensors, repeat: int) -> tuple[dict[str, list[Run]], dict[str, list[Run]]]:
-    """Saves, then cold loads, of every saver, in turns; the first save of each (staging memory made) is apart."""
-    saves: dict[str, list[Run]] = {kind.name: [] for kind in SAVERS}
-    loads: dict[str, list[Run]] = {}
-    savers = []
-    for kind in SAVERS:
+def run_all(
+    folder: Path, state: Tensors, repeat: int, kinds: list[type[Saver]]
+) -> tuple[Runs, Runs, dict[str, str]]:
+    """Saves, then cold loads, of every saver, in turns; the first save of each (staging memory made) is apart.
+
+    Returns (saves, loads, notes): a note is why a row was skipped, or how lf-ckpt wrote and read.
+    """
+    savers, notes = [], {}
+    for kind in kinds:
         (path := folder / kind.__name__).mkdir()
-        savers.append(kind(path, state))
+        try:
+            savers.append(kind(path, state))
+        except Skipped as reason:
+            notes[kind.name] = f"skipped: {reason}"
+    saves: Runs = {saver.name: [] for saver in savers}
+    loads: Runs = {saver.name: [] for saver in savers if saver.loads}
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
     for turn in range(repeat + 1):
         for saver in savers:
             saves[saver.name].append(measure(saver, turn))
     for saver in savers:
-        if type(saver) in (TorchSave, DcpSave, LfCkpt, LfCkptAuto):
-            saver.save(repeat + 1)
-            loads[saver.name] = [measure_load(saver, state) for _ in range(repeat)]
+        if saver.loads:  # the row of deltas has changed the state since
+            if isinstance(saver, DirectIo):
+                saver.fill()
+            if (finish := saver.save(repeat + 1)) is not None:
+                finish()
+    for _ in range(repeat):
+        for saver in savers:
+            if saver.loads:
+                loads[saver.name].append(measure_load(saver, state, into))
+    for saver in savers:
+        if isinstance(saver, LfCkpt):
+            read = f"; read {saver.loaded.io}" if saver.loads else ""
+            notes[saver.name] = f"written {saver.report.io}; {saver.report.slab}{read}"
         saver.close()
         shutil.rmtree(saver.path)
-    return saves, loads
+    return saves, loads, notes
 
 
 def table(saves: dict[str, list[Run]], loads: dict[str, list[Run]], state_bytes: int) -> str:
@@ -287,19 +170,36 @@ def spread(values: list[float]) -> str:
     return f"{statistics.median(values):.2f} ({min(values):.2f})"
 
 
-def ratios(saves: dict[str, list[Run]]) -> dict[str, float]:
-    """Medians of lf-ckpt against the floor and the best stock row."""
-    median = {
-        name: {key: statistics.median(getattr(run, key) for run in runs[1:]) for key in ("stall", "durable")}
-        for name, runs in saves.items()
-    }
-    ours = median[LfCkpt.name]
-    return {
-        "stall / memcpy": ours["stall"] / median[Memcpy.name]["stall"],
-        "stall / best stock": ours["stall"] / min(median[name]["stall"] for name in STOCK),
-        "durable / best stock": ours["durable"] / min(median[name]["durable"] for name in STOCK),
-        "durable / pwrite": ours["durable"] / median[Pwrite.name]["durable"],
-    }
+def bars(saves: Runs, loads: Runs) -> list[dict[str, Any]]:
+    """The bars of the issue: ratios of the fastest runs, with their limits; those without their rows are left out."""
+
+    def best(runs: Runs, name: str, key: str) -> float | None:
+        values = (
+            [getattr(run, key) for run in (runs[name][1:] if runs is saves else runs[name])]
+            if name in runs
+            else []
+        )
+        return min(values, default=None)
+
+    def bar(name: str, ours: float | None, floor: list[float | None], limit: float) -> dict[str, Any] | None:
+        if ours is None or None in floor:
+            return None
+        ratio = ours / sum(value for value in floor if value is not None)
+        return {"bar": name, "ratio": ratio, "limit": limit, "holds": ratio <= limit}
+
+    ours, io = LfCkpt.name, DirectIo.name
+    floor = [best(saves, kind.name, "cpu") for kind in (Memcpy, DirectIo, HashPass)]
+    found = [
+        bar("stall / memcpy", best(saves, ours, "stall"), [best(saves, Memcpy.name, "stall")], 1.1),
+        bar("durable / O_DIRECT write", best(saves, ours, "durable"), [best(saves, io, "durable")], 1 / 0.9),
+        bar("CPU / (memcpy + O_DIRECT write + hash pass)", best(saves, ours, "cpu"), floor, 1.1),
+        bar("cold load / O_DIRECT read", best(loads, ours, "durable"), [best(loads, io, "durable")], 1 / 0.9),
+    ]
+    for key in ("stall", "durable"):
+        peers = [best(saves, kind.name, key) for kind in PEERS]
+        known = [value for value in peers if value is not None]
+        found.append(bar(f"{key} / best peer", best(saves, ours, key), [min(known, default=None)], 1.0))
+    return [one for one in found if one is not None]
 
 
 def machine() -> dict[str, str]:
@@ -321,30 +221,41 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", required=True, type=Path, help="where the results go")
-    parser.add_argument("--gib", type=float, default=0.5, help="size of the state")
+    parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--dir", type=Path, help="a folder on the disk to measure; default: the current one")
+    parser.add_argument("--only", nargs="+", default=[""], help="rows whose name holds one of these words")
     arguments = parser.parse_args()
+    add_peers_path()
+    kinds = [k for k in (*FLOORS, *PEERS, *OURS) if any(word in k.name for word in arguments.only)]
     state = make_state(arguments.gib)
     state_bytes = sum(tensor.nbytes for tensor in state.values())
+    os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DCP's writer process wants them
+    os.environ.setdefault("MASTER_PORT", "29511")
     with tempfile.TemporaryDirectory(dir=arguments.dir or Path.cwd()) as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        saves, loads = run_all(Path(folder), state, arguments.repeat)
+        saves, loads, notes = run_all(Path(folder), state, arguments.repeat, kinds)
         dist.destroy_process_group()
+    found = bars(saves, loads)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))
     size = f"{state_bytes / 1e9:.2f} GB of float32 in {len(state)} tensors"
     print(f"state: {size}; median (fastest) of {arguments.repeat}\n")
-    print(table(saves, loads, state_bytes))
-    print("\n" + ", ".join(f"{name}: {value:.2f}x" for name, value in ratios(saves).items()))
+    print(table(saves, loads, state_bytes) + "\n")
+    for name, note in notes.items():
+        print(f"{name}: {note}")
+    for one in found:
+        verdict = "holds" if one["holds"] else "MISSED"
+        print(f"bar {one['bar']}: {one['ratio']:.2f}x, limit {one['limit']:.2f}x, {verdict}")
     rows = {
         kind: {name: [asdict(r) for r in runs] for name, runs in part.items()}
         for kind, part in (("saves", saves), ("loads", loads))
     }
     document = {
-        "version": 1,
+        "version": 2,
         "machine": machine(),
         "state_bytes": state_bytes,
-        "ratios": ratios(saves),
+        "bars": found,
+        "notes": notes,
         **rows,
     }
     arguments.json.write_text(json.dumps(document, indent=1))

@@ -21,8 +21,9 @@ from .storage import Storage
 # On a virtual disk pieces of 8 MiB cost a third of the CPU of 1 MiB ones per byte (0.07 against 0.20 s per GB); longer
 # ones leave the last thread alone with the tail.
 PIECE_BYTES = 8 << 20
-_RING_DEPTH = 16
-_RING_PIECE = 1 << 20
+# The same for the ring: 0.04 s of CPU per GB with 8 MiB, 0.10 with 1 MiB, at equal speed.
+_RING_DEPTH = 8
+_RING_PIECE = 8 << 20
 
 
 class Engine(Protocol):

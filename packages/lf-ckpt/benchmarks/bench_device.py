@@ -1,0 +1,255 @@
+#!/usr/bin/env python3
+"""What saves cost a training run on one GPU: an LM of 1.65 B parameters with Adam, 19.7 GB of float32 state.
+
+    bench_device.py --json OUT.json [--tiny] [--batch 8] [--length 2048] [--steps 8] [--dir DIR] [--no-peers]
+
+Rows: training stopped by a save, what an overlapped save adds to its step, the steps during the background write, the
+first save and the page-locking apart, torch.save and DCP, restores. The model is lf-meta's gr00t_n16_lm where that is
+installed, else a transformer of the same widths. --tiny runs everything on a small model, on the host where there is
+no GPU; its numbers mean nothing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+
+import lf_ckpt
+
+COPY_SECONDS = 0.36  # research: 19.7 GB from an H200 into page-locked memory
+LIMIT_STOPPED, LIMIT_OVERLAPPED, LIMIT_SHORT, LONG_STEP, LIMIT_DURING = 0.5, 0.05, 0.04, 0.42, 1.03
+
+
+class Stand(nn.Module):
+    """A transformer of the widths of gr00t_n16_lm, for a machine without lf-meta; also gives (loss sum, count)."""
+
+    def __init__(self, vocab: int, width: int, layers: int, heads: int, ffn: int) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(vocab, width)
+        layer = nn.TransformerEncoderLayer(width, heads, ffn * 3 // 2, 0.0, batch_first=True, norm_first=True)
+        self.body = nn.TransformerEncoder(layer, layers, enable_nested_tensor=False)
+        self.head = nn.Linear(width, vocab, bias=False)
+
+    def forward(
+        self, tokens: torch.Tensor, lengths: torch.Tensor, mask: None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], device=tokens.device)
+        out = self.head(self.body(self.embed(tokens), mask=mask, is_causal=True))
+        loss = nn.functional.cross_entropy(
+            out[:, :-1].flatten(0, 1).float(), tokens[:, 1:].flatten(), reduction="sum"
+        )
+        return loss, lengths.sum()
+
+
+@dataclass
+class Job:
+    """One training run: `step` does forward, backward and the optimizer on one fixed batch."""
+
+    model: nn.Module
+    optimizer: torch.optim.Optimizer
+    tokens: torch.Tensor
+    device: torch.device
+    computing: list[float] = field(default_factory=list)  # seconds of forward and backward of each step
+
+    def step(self) -> float:
+        """Seconds of one step, the device idle before and after."""
+        began = now(self.device)
+        lengths = torch.full((len(self.tokens),), self.tokens.shape[1], device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss, count = self.model(self.tokens, lengths, None)
+        (loss / count).backward()
+        self.computing.append(now(self.device) - began)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return now(self.device) - began
+
+    def free_step(self) -> None:
+        """The same without waiting for the device in between, as a training loop does."""
+        lengths = torch.full((len(self.tokens),), self.tokens.shape[1], device=self.device)
+        with torch.autocast(self.device.type, torch.bfloat16):
+            loss, count = self.model(self.tokens, lengths, None)
+        (loss / count).backward()
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def now(device: torch.device) -> float:
+    """The clock, once all work queued on the device is done."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
+def make_job(tiny: bool, batch: int, length: int) -> Job:
+    """Model, fused AdamW and a batch; one step taken, so that the moments exist."""
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    torch.manual_seed(0)
+    vocab = 500 if tiny else 50257
+    try:
+        from lf_meta.models import build_model
+
+        model = build_model("gr00t_n16_lm", "tiny" if tiny else "1.6b", vocab, {})
+    except ImportError:
+        model = Stand(vocab, *((128, 4, 4, 352) if tiny else (2048, 28, 32, 5632)))
+    model.to(device)
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-4, fused=device.type == "cuda")
+    tokens = torch.randint(0, vocab, (batch, length), device=device)
+    job = Job(model, optimizer, tokens, device)
+    job.step()
+    return job
+
+
+def measure_ours(job: Job, folder: Path, steps: int) -> dict[str, Any]:
+    """All rows of lf-ckpt."""
+    state = lf_ckpt.collect(job.model, job.optimizer)
+    nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
+    plain = statistics.median(job.step() for _ in range(steps))
+    computing = statistics.median(job.computing[-steps:])
+    rows: dict[str, Any] = {"state_bytes": nbytes, "step": plain, "forward+backward": computing}
+    with lf_ckpt.open(folder, keep=[lf_ckpt.Last(1)], compress="raw", full_every=0) as store:
+        rows["first save: stopped"], handle = stopped(job, store, 0)
+        report = handle.wait()
+        rows["first save: slab"], rows["io"] = report.slab, report.io
+        rows["durable"] = []
+        rows["stopped"] = []
+        for number in range(1, 4):
+            seconds, handle = stopped(job, store, number)
+            rows["stopped"].append(seconds)
+            rows["durable"].append(handle.wait().seconds_durable)
+        overlapped, during = zip(*(overlap(job, store, 10 + n, plain) for n in range(3)), strict=True)
+        rows["overlapped: added to the step"] = list(overlapped)
+        rows["step during the background write / step"] = [ratio for ratio in during if ratio is not None]
+        rows["restore in place, one pass"] = timed(
+            job, lambda: store.load(into=state.tensors, precheck=False)
+        )
+        rows["restore in place, checked first"] = timed(job, lambda: store.load(into=state.tensors))
+    rows["bars"] = bars(rows)
+    return rows
+
+
+def stopped(job: Job, store: lf_ckpt.Store, step: int) -> tuple[float, lf_ckpt.SaveHandle]:
+    """Seconds that a save without overlap stops training."""
+    began = now(job.device)
+    handle = store.save(step, *lf_ckpt.collect(job.model, job.optimizer))
+    return now(job.device) - began, handle
+
+
+def overlap(job: Job, store: lf_ckpt.Store, step: int, plain: float) -> tuple[float, float | None]:
+    """(seconds that a fenced save adds to its step, mean ratio of the steps while it is being written)."""
+    began = now(job.device)
+    handle = store.save(step, *lf_ckpt.collect(job.model, job.optimizer), overlap=True, fence=job.optimizer)
+    job.free_step()
+    added = now(job.device) - began - plain
+    during = []
+    while not handle.done:
+        during.append(job.step())
+    handle.wait()
+    return added, statistics.mean(during[:-1]) / plain if len(during) > 1 else None
+
+
+def timed(job: Job, work: Callable[[], object]) -> float:
+    """Seconds of `work`."""
+    began = now(job.device)
+    work()
+    return now(job.device) - began
+
+
+def measure_peers(job: Job, folder: Path) -> dict[str, Any]:
+    """torch.save and DCP: how long training stands still, and the restore of torch.save."""
+    tensors = lf_ckpt.collect(job.model, job.optimizer).tensors
+    rows: dict[str, Any] = {}
+    path = folder / "state.pt"
+    rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
+
+    def restore() -> None:
+        for name, tensor in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
+            tensors[name].copy_(tensor)
+
+    rows["torch.load in place"] = timed(job, restore)
+    path.unlink()
+    rows["DCP save: stopped"] = timed(job, lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
+    shutil.rmtree(folder / "dcp")
+    pinned = job.device.type == "cuda"
+    stager = DefaultStager(StagingOptions(pinned, True, False, pinned))
+    rows["DCP async_save, pinned memory reused: stopped"] = []
+    for _ in range(3):
+        began = now(job.device)
+        future = dcp.async_save(tensors, checkpoint_id=folder / "dcp", async_stager=stager)
+        rows["DCP async_save, pinned memory reused: stopped"].append(now(job.device) - began)
+        getattr(future, "upload_completion", future).result()
+        shutil.rmtree(folder / "dcp")
+    stager.close()
+    return rows
+
+
+def bars(rows: dict[str, Any]) -> list[dict[str, Any]]:
+    """The bars of the issue, in seconds or as a ratio."""
+    long = rows["step"] >= LONG_STEP
+    limit = LIMIT_OVERLAPPED if long else max(0.0, COPY_SECONDS - rows["forward+backward"]) + LIMIT_SHORT
+    found = [
+        ("training stopped, s", min(rows["stopped"]), LIMIT_STOPPED),
+        ("overlapped save adds, s", min(rows["overlapped: added to the step"]), limit),
+    ]
+    during = rows["step during the background write / step"]
+    if during:
+        found.append(("step during the background write / step", min(during), LIMIT_DURING))
+    return [{"bar": n, "value": v, "limit": limit, "holds": v <= limit} for n, v, limit in found]
+
+
+def main() -> None:
+    """Run, print, write the JSON."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything runs")
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=8, help="steps that the plain step time is taken from")
+    parser.add_argument("--dir", type=Path)
+    parser.add_argument("--no-peers", action="store_true")
+    arguments = parser.parse_args()
+    if not arguments.tiny and not torch.cuda.is_available():
+        parser.error("no CUDA device: use --tiny to see that everything runs")
+    size = (2, 64) if arguments.tiny else (arguments.batch, arguments.length)
+    job = make_job(arguments.tiny, *size)
+    with tempfile.TemporaryDirectory(dir=arguments.dir or Path.cwd()) as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        rows = measure_ours(job, Path(folder) / "store", arguments.steps)
+        peers = {} if arguments.no_peers else measure_peers(job, Path(folder))
+        dist.destroy_process_group()
+    name = torch.cuda.get_device_name() if job.device.type == "cuda" else "host, numbers mean nothing"
+    print(f"{name}, torch {torch.__version__}, batch {size[0]} x {size[1]}, model {type(job.model).__name__}")
+    for key, value in {**rows, **peers}.items():
+        if key != "bars":
+            print(f"{key}: {', '.join(f'{v:.3f}' for v in value) if isinstance(value, list) else value}")
+    for bar in rows["bars"]:
+        verdict = "holds" if bar["holds"] else "MISSED"
+        print(f"bar {bar['bar']}: {bar['value']:.3f}, limit {bar['limit']:.3f}, {verdict}")
+    document = {
+        "version": 1,
+        "device": name,
+        "torch": str(torch.__version__),
+        "tiny": arguments.tiny,
+        **rows,
+        **peers,
+    }
+    arguments.json.write_text(json.dumps(document, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,35 @@
+"""A short run of the soak benchmark: flat memory, and the files that the policy keeps."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def bench() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("bench_soak", BENCHMARKS / "bench_soak.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["bench_soak"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_saves_every_few_steps_leave_memory_flat_and_only_the_files_of_the_policy(
+    tmp_path: Path, bench: ModuleType
+) -> None:
+    done = bench.soak(tmp_path, steps=120, every=5, width=128)
+
+    assert done.flat, done.pss
+    assert done.stray == []
+    assert done.steps[-3:] == [110, 115, 120]
+    assert 100 in done.steps
+    assert len(done.steps) <= 3 + 1 + 1  # last three, every hundredth, and a base that a delta needs
