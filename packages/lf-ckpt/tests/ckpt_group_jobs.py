@@ -255,3 +255,16 @@ def save_alone(rank: int, path: str) -> str:
     tensors = {"x": distribute_tensor(torch.arange(10), init_device_mesh("cpu", (2,)), [Shard(0)])}
     with lf_ckpt.open(f"{path}/{rank}") as store:
         return wait_for_error(lambda: store.save(1, tensors).wait().error)
+
+
+def save_uploaded(rank: int, path: str, copy: str) -> Bits:
+    """A sharded tensor on a shared file system, uploaded by rank 0."""
+    whole = torch.arange(35.0).reshape(7, 5)
+    shard = distribute_tensor(whole, init_device_mesh("cpu", (dist.get_world_size(),)), [Shard(0)])
+    with lf_ckpt.open(path, group=world(), mode="shared", upload=copy) as store:
+        for step in (1, 2):
+            store.save(step, {"x": shard, "y": torch.ones(3) * step}).wait()
+        store.wait_uploaded()
+        assert store.info()["commit"] == "marker last"
+        assert (store.info()["lock"] == "OFD") == (rank == 0)
+    return {"x": bits(whole), "y": bits(torch.ones(3) * 2)}

@@ -9,9 +9,11 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
+import ckpt_group_jobs as jobs
 import pytest
 import torch
-from ckpt_states import assert_same, files_under, state
+from ckpt_ranks import Ranks
+from ckpt_states import assert_same, bits, files_under, state
 from fsspec.implementations.memory import MemoryFileSystem
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -319,6 +321,21 @@ def test_two_writers_cannot_fill_one_copy(tmp_path: Path) -> None:
         with pytest.raises(lf_ckpt.LockedError, match="remote/LOCK"):
             lf_ckpt.open(tmp_path / "b", upload=place(tmp_path))
         lf_ckpt.open(tmp_path / "b").close()
+
+
+def test_rank_0_uploads_what_a_group_has_written_to_a_shared_file_system(
+    ranks: Ranks, tmp_path: Path
+) -> None:
+    saved, *_ = ranks.call(
+        jobs.save_uploaded, 3, path=str(tmp_path / "shared"), copy=str(tmp_path / "remote")
+    )
+
+    names = {
+        f"{step}/{name}" for step in (1, 2) for name in ("MANIFEST", *(f"rank-{r}.lfckpt" for r in range(3)))
+    }
+    assert files_under(tmp_path / "remote/steps") == names
+    with lf_ckpt.open(tmp_path / "remote", read_only=True) as copy:
+        assert {name: bits(tensor) for name, tensor in copy.load().tensors.items()} == saved
 
 
 def test_requests_that_cannot_be_met_are_named(tmp_path: Path) -> None:

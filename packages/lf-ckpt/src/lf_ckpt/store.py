@@ -229,12 +229,14 @@ class Store:
     def wait_uploaded(self, timeout: float | None = None) -> None:
         """Finish the save in flight, then block until every step is uploaded that the copy shall have.
 
-        UploadError after `timeout` seconds, or with what went wrong; CkptError without `upload`.
+        UploadError after `timeout` seconds, or with what went wrong; CkptError without `upload`. In a group rank 0
+        uploads and waits, the others return at once.
         """
         self._quiet()
-        if self._mirror is None:
+        if self.options.upload is None:
             raise CkptError(f"{self.path}: opened without upload=")
-        self._mirror.wait(timeout)
+        if self._mirror is not None:
+            self._mirror.wait(timeout)
 
     def close(self) -> None:
         """Finish the save in flight, wait for uploads, unlock; then raise an error that nobody has seen yet."""
