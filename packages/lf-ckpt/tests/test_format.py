@@ -1,82 +1,18 @@
-"""The container by the byte: what SPEC.md says, decoded here with nothing but struct, zstandard and xxhash."""
+"""The container by the byte: what SPEC.md says is enough to read it (ckpt_spec.py does)."""
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
-import json
-import struct
 from pathlib import Path
-from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import xxhash
-import zstandard
-from ckpt_states import bits, state
+from ckpt_spec import CODECS_SEEN, read_by_the_spec
+from ckpt_states import bits, copy_of, state
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lf_ckpt
-from lf_ckpt import codec
 from lf_ckpt.jsonio import canonical, decode_item, encode_item, parse_canonical
-
-Record = tuple[tuple[Any, ...], bytes]
-SIZES = {"F32": 4, "BF16": 2, "I64": 8}
-
-
-def read_by_the_spec(store: Path, folder: str) -> dict[str, bytes]:
-    """Independent reader, written from SPEC.md alone: raw bytes of every tensor of a step."""
-    document = json.loads((store / "steps" / folder / "MANIFEST").read_bytes())
-    body = document["body"]
-    text = json.dumps(body, sort_keys=True, separators=(",", ":"))
-    assert hashlib.sha256(text.encode()).hexdigest() == document["root"]
-    names = [file["name"] for file in body["files"]]
-    own = [records(store / "steps" / folder / name) for name in names]
-    base: list[list[Record] | None] = [None] * len(names)
-    if body["parent"] is not None:
-        base = [records(store / "steps" / body["parent"]["folder"] / name) for name in names]
-    tensors = {}
-    for tensor in body["tensors"]:
-        whole = np.zeros((*tensor["shape"], SIZES[tensor["dtype"]]), np.uint8)
-        for shard in tensor["shards"]:
-            file, first, count = shard["extents"]
-            data = b"".join(extent(own[file][first + i], base[file]) for i in range(count))
-            at = tuple(slice(o, o + n) for o, n in zip(shard["offsets"], shard["shape"], strict=True))
-            whole[at] = np.frombuffer(data, np.uint8).reshape(whole[at].shape)
-        tensors[tensor["name"]] = whole.tobytes()
-    return tensors | {alias: tensors[name] for alias, name in body["aliases"].items()}
-
-
-def records(path: Path) -> list[Record]:
-    """(record, file) of every extent."""
-    file = path.read_bytes()
-    magic, at, length, count, size = struct.unpack_from("<8sQQQQ", file, len(file) - 128)
-    assert (magic, size) == (b"\x89LFCEND\n", len(file))
-    assert xxhash.xxh3_64_intdigest(file[-128:-8]) == struct.unpack("<Q", file[-8:])[0]
-    assert xxhash.xxh3_64_intdigest(file[:4088]) == struct.unpack_from("<Q", file, 4088)[0]
-    assert xxhash.xxh3_128_digest(file[at : at + length]) == file[-88:-72]
-    return [(struct.unpack_from("<IBBHQIIQ16s16s", file, at + 64 * i), file) for i in range(count)]
-
-
-def extent(record: Record, base: list[Record] | None) -> bytes:
-    (_, kind, width, _, _, raw, stored, place, raw_hash, _), file = record
-    if kind == 5:
-        assert base is not None
-        return extent(base[place], None)
-    data = file[place : place + stored]
-    if kind == 1:
-        lengths = struct.unpack_from(f"<{width}I", data)
-        planes, at = [], 4 * width
-        for word in lengths:
-            piece = data[at : at + (word & 0x7FFFFFFF)]
-            at += len(piece)
-            planes.append(zstandard.decompress(piece) if word >> 31 else piece)
-        data = b"".join(bytes(column) for column in zip(*planes, strict=True))
-    assert len(data) == raw
-    assert xxhash.xxh3_128_digest(data) == raw_hash
-    return data
 
 
 @pytest.mark.parametrize("compress", ["raw", "auto", "zstd"])
@@ -98,6 +34,32 @@ def test_the_spec_is_enough_to_read_full_and_delta_steps(tmp_path: Path, compres
         assert found == {name: bits(tensor) for name, tensor in wanted.items()}
 
 
+def test_the_spec_is_enough_to_read_every_codec(tmp_path: Path) -> None:
+    chance = torch.Generator().manual_seed(0)
+    first = {
+        "unchanged": torch.randn(20_000, generator=chance),
+        "moved": torch.randn(20_000, generator=chance),
+        "few": torch.randn(40_000, generator=chance).bfloat16(),
+        "rows": torch.randn(16, 2048, generator=chance),
+        "flags": torch.randint(0, 2**62, (9000,), generator=chance),
+        "noise": torch.randint(0, 255, (9001,), generator=chance, dtype=torch.uint8),
+    }
+    second = copy_of(first)
+    second["moved"] += 1e-4 * torch.randn(20_000, generator=chance)
+    second["few"].view(torch.int16)[::77] += 1
+    second["rows"].view(torch.uint8)[7] = torch.randint(0, 255, (8192,), generator=chance, dtype=torch.uint8)
+    second["flags"] ^= 1 << 40
+    second["noise"] = torch.zeros(9001, dtype=torch.uint8)
+    CODECS_SEEN.clear()
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, first).wait()
+        store.save(2, second, {"blob": b"text " * 900}).wait()
+
+    for folder, wanted in (("1", first), ("2", second)):
+        assert read_by_the_spec(tmp_path, folder) == {name: bits(tensor) for name, tensor in wanted.items()}
+    assert {0, 1, 2, 3, 4, 5, 6} == CODECS_SEEN
+
+
 def test_no_pickle_anywhere() -> None:
     for path in Path(lf_ckpt.__file__).parent.glob("*.py"):
         text = path.read_text()
@@ -109,31 +71,6 @@ def test_no_pickle_anywhere() -> None:
 def test_the_public_surface_is_listed_and_real() -> None:
     assert len(set(lf_ckpt.__all__)) == len(lf_ckpt.__all__)
     assert all(hasattr(lf_ckpt, name) for name in lf_ckpt.__all__)
-
-
-@given(st.binary(min_size=8, max_size=4000), st.sampled_from([1, 2, 4, 8]), st.integers(0, 255))
-def test_planes_invert_exactly_or_decline(data: bytes, width: int, mask: int) -> None:
-    raw = np.frombuffer(data[: len(data) // width * width], np.uint8)
-    packed = codec.encode_planes(raw, width, mask)
-    if packed is not None:
-        out = np.empty_like(raw)
-        codec.decode_planes(memoryview(packed), out, width)
-        assert out.tobytes() == raw.tobytes()
-        assert len(packed) < raw.size
-
-
-@given(st.binary(max_size=200), st.integers(1, 300), st.sampled_from([1, 2, 4, 8]))
-def test_planes_of_random_bytes_decode_or_raise_codec_error(data: bytes, count: int, width: int) -> None:
-    with contextlib.suppress(codec.CodecError):
-        codec.decode_planes(memoryview(data), np.empty(count * width, np.uint8), width)
-
-
-def test_a_frame_that_declares_a_huge_size_is_refused_before_it_is_allocated() -> None:
-    bomb = zstandard.ZstdCompressor().compress(bytes(200 << 20))
-    payload = struct.pack("<I", len(bomb) | 1 << 31) + bomb
-
-    with pytest.raises(codec.CodecError, match="another size"):
-        codec.decode_planes(memoryview(payload), np.empty(100, np.uint8), 1)
 
 
 text = st.text(st.characters(exclude_categories=["Cs"]))

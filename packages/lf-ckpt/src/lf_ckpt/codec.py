@@ -1,35 +1,42 @@
-"""Extent codecs: raw bytes to stored bytes and back. Pure; the arithmetic is integer only, so it is exact.
+"""Byte planes with zstd, the part that codecs 1 to 4 and 6 share. Pure; integers only, so it is exact.
 
-Numbers of a trained tensor differ in their low mantissa bytes as noise does, while sign and exponent bytes repeat.
-Codec PLANES therefore stores byte 0 of all elements, then byte 1 and so on, each plane zstd-compressed or raw.
+Numbers of a trained tensor differ in their low mantissa bits as noise does, while sign and exponent repeat. Planes
+therefore store byte 0 of all numbers, then byte 1 and so on, each plane zstd-compressed or raw.
 """
 
 from __future__ import annotations
 
 import struct
 import threading
-from dataclasses import dataclass, field
-from typing import Final
+from typing import Any, Final, NamedTuple, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 import zstandard
 
-Bytes = npt.NDArray[np.uint8]
+Bytes: TypeAlias = npt.NDArray[np.uint8]
+Numbers: TypeAlias = npt.NDArray[Any]  # unsigned little-endian integers of 1, 2, 4 or 8 bytes
 
-# The exponents of weights have skewed frequencies and no repeats: looking for matches of 7 bytes in a table of 64
-# entries leaves the work to the entropy coder. Against level 1 a float32 exponent plane shrinks to 0.34, not 0.39, in a
-# third of the time.
+NUMBER: Final[dict[int, np.dtype[Any]]] = {
+    1: np.dtype("<u1"),
+    2: np.dtype("<u2"),
+    4: np.dtype("<u4"),
+    8: np.dtype("<u8"),
+}
+
+# How a plane is stored. The exponents of weights have skewed frequencies and no repeats: looking for matches of 7 bytes
+# in a table of 64 entries leaves the work to the entropy coder (ENTROPY). Against level 1 a float32 exponent plane
+# shrinks to 0.32, not 0.35, in a third of the time. Level 1 (MATCHES) wins on text, counters and rows that repeat.
+STORED, ENTROPY, MATCHES = 0, 1, 2
 _PARAMETERS: Final = {
-    "planes": zstandard.ZstdCompressionParameters(
+    ENTROPY: zstandard.ZstdCompressionParameters(
         strategy=zstandard.STRATEGY_FAST, window_log=17, chain_log=6, hash_log=6, search_log=1, min_match=7,
         target_length=0, write_content_size=True,
     ),
-    "bytes": zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True),
+    MATCHES: zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True),
 }  # fmt: skip
-SAMPLE_EVERY: Final = 16
-_PLANE_PAYS: Final = 0.90  # a plane that shrinks less costs more time than it saves
-_EXTENT_PAYS: Final = 0.95
+_PLANE_PAYS: Final = 0.97  # a plane that shrinks less costs more time than it saves
+_MATCHES_PAY: Final = 0.985  # of the size by entropy alone: searching is three times as dear
 _ZSTD_BIT: Final = 1 << 31
 
 
@@ -37,108 +44,118 @@ class CodecError(ValueError):
     """Stored bytes that do not decode; the reader turns it into CorruptError with the place."""
 
 
+class Planned(NamedTuple):
+    """How each plane is stored (STORED, ENTROPY or MATCHES), and the payload's size on the sample it was chosen on."""
+
+    ways: tuple[int, ...]
+    size: int
+
+
 _local = threading.local()
 
 
-def _compressor(width: int) -> zstandard.ZstdCompressor:
-    """One per thread and kind of data: contexts are not thread-safe. Frames declare their size and have no checksum."""
-    name = "bytes" if width == 1 else "planes"
-    if not hasattr(_local, name):
-        setattr(_local, name, zstandard.ZstdCompressor(compression_params=_PARAMETERS[name]))
-    compressor: zstandard.ZstdCompressor = getattr(_local, name)
-    return compressor
+def numbers(raw: Bytes, width: int) -> Numbers:
+    """`raw`, (n * width,) contiguous, as (n,) little-endian unsigned integers; shares its memory."""
+    view: Numbers = raw.view(NUMBER[width])
+    return view
 
 
-def _planes(raw: Bytes, width: int) -> Bytes:
-    """(width, n) copy: row k is byte k of every element."""
-    return np.ascontiguousarray(raw.reshape(-1, width).T)
+def rotated(values: Numbers) -> Numbers:
+    """Each number rotated left by one bit, a copy: the exponent of a float32 or bfloat16 then fills the top byte."""
+    top = values.dtype.type(values.itemsize * 8 - 1)
+    turned: Numbers = (values << values.dtype.type(1)) | (values >> top)
+    return turned
 
 
-def plane_mask(raw: Bytes, width: int) -> int:
-    """Which planes of this extent are worth zstd: bit k for plane k; 0 when the whole does not pay."""
-    planes = _planes(raw, width)
-    sizes = [len(_compressor(width).compress(plane.data)) for plane in planes]
-    pays = [size < _PLANE_PAYS * planes.shape[1] for size in sizes]
-    saved = sum(planes.shape[1] - size for size, good in zip(sizes, pays, strict=True) if good)
-    if saved < (1 - _EXTENT_PAYS) * raw.size:
-        return 0
-    return sum(1 << k for k, good in enumerate(pays) if good)
+def rotate_back(values: Numbers) -> None:
+    """Inverse of `rotated`, in place."""
+    top = values.dtype.type(values.itemsize * 8 - 1)
+    low = values << top
+    values >>= values.dtype.type(1)
+    values |= low
 
 
-def encode_planes(raw: Bytes, width: int, mask: int) -> bytes | None:
-    """Payload of codec PLANES, or None when it would not be smaller than `raw`.
+def compress(data: memoryview, way: int) -> bytes:
+    """A zstd frame that declares its size and has no checksum. One context per thread: they are not thread-safe."""
+    contexts: dict[int, zstandard.ZstdCompressor] = _local.__dict__.setdefault("contexts", {})
+    if way not in contexts:
+        contexts[way] = zstandard.ZstdCompressor(compression_params=_PARAMETERS[way])
+    return contexts[way].compress(data)
 
-    raw: (n * width,) uint8. Layout: `width` little-endian u32, each the stored length of a plane with bit 31 set when
-    the plane is zstd; then the planes, least significant byte first.
-    """
-    if not mask:
-        return None
+
+def planes_of(values: Numbers) -> Bytes:
+    """(width, n) copy: row k is byte k of every number, least significant first."""
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T)
+
+
+def plan_planes(values: Numbers) -> Planned:
+    """Measure each plane of a sample; STORED where zstd does not pay."""
+    ways, total = [], 4 * values.itemsize
+    for plane in planes_of(values):
+        sizes = {way: len(compress(plane.data, way)) for way in (ENTROPY, MATCHES)}
+        way = MATCHES if sizes[MATCHES] < _MATCHES_PAY * sizes[ENTROPY] else ENTROPY
+        if sizes[way] >= _PLANE_PAYS * plane.size:
+            way = STORED
+        ways.append(way)
+        total += sizes.get(way, plane.size)
+    return Planned(tuple(ways), total)
+
+
+def pack_planes(values: Numbers, ways: tuple[int, ...]) -> bytes:
+    """Payload of `values`, (n,): a little-endian u32 per plane, its stored length with bit 31 set when it is a zstd
+    frame; then the planes, least significant byte first."""
     stored: list[bytes] = []
     lengths: list[int] = []
-    for k, plane in enumerate(_planes(raw, width)):
-        packed = _compressor(width).compress(plane.data) if mask >> k & 1 else None
+    for plane, way in zip(planes_of(values), ways, strict=True):
+        packed = compress(plane.data, way) if way else None
         use = packed if packed is not None and len(packed) < plane.size else None
         stored.append(plane.tobytes() if use is None else use)
         lengths.append(len(stored[-1]) | (0 if use is None else _ZSTD_BIT))
-    payload = struct.pack(f"<{width}I", *lengths) + b"".join(stored)
-    return payload if len(payload) < raw.size else None
+    return struct.pack(f"<{values.itemsize}I", *lengths) + b"".join(stored)
 
 
-def decode_planes(stored: memoryview, out: Bytes, width: int) -> None:
-    """Inverse of `encode_planes` into `out`, (n * width,) uint8; CodecError on bytes it cannot have written."""
-    if len(stored) < 4 * width or out.size % width:
+def unpack_planes(stored: memoryview, out: Numbers) -> None:
+    """Inverse of `pack_planes` into `out`, (n,); CodecError on bytes it cannot have written."""
+    width, count = out.itemsize, out.size
+    if len(stored) < 4 * width:
         raise CodecError("planes payload is too short")
-    lengths = struct.unpack_from(f"<{width}I", stored)
-    count = out.size // width
-    target = out.reshape(count, width)
+    target = out.view(np.uint8).reshape(count, width)
     at = 4 * width
-    for k, word in enumerate(lengths):
-        size = word & ~_ZSTD_BIT
-        piece = stored[at : at + size]
-        if len(piece) != size:
-            raise CodecError(f"plane {k} runs past the extent")
-        target[:, k] = np.frombuffer(_unzstd(piece, count) if word & _ZSTD_BIT else piece, np.uint8, -1)[
-            :count
-        ]
-        if not word & _ZSTD_BIT and size != count:
-            raise CodecError(f"plane {k} has {size} bytes, not {count}")
-        at += size
+    for k, word in enumerate(struct.unpack_from(f"<{width}I", stored)):
+        piece, at = section(stored, at, word)
+        plane = np.frombuffer(plain(piece, word, count), np.uint8)
+        if plane.size != count:
+            raise CodecError(f"plane {k} has {plane.size} bytes, not {count}")
+        target[:, k] = plane
     if at != len(stored):
         raise CodecError("bytes after the last plane")
 
 
-def _unzstd(piece: memoryview, count: int) -> bytes:
-    """Decompress to exactly `count` bytes; the declared size is checked before anything is allocated."""
+def pack_section(data: Bytes, way: int) -> tuple[int, bytes]:
+    """(word, bytes): the stored form of plain bytes and the u32 that describes it as in `pack_planes`."""
+    packed = compress(data.data, way)
+    return (len(packed) | _ZSTD_BIT, packed) if len(packed) < data.size else (data.size, data.tobytes())
+
+
+def section(stored: memoryview, at: int, word: int) -> tuple[memoryview, int]:
+    """The part of a payload that begins at `at` and that `word` describes, and where it ends."""
+    end = at + (word & ~_ZSTD_BIT)
+    if end > len(stored):
+        raise CodecError(f"a section runs to {end}, past the extent")
+    return stored[at:end], end
+
+
+def plain(piece: memoryview, word: int, limit: int) -> memoryview | bytes:
+    """The decompressed section, at most `limit` bytes; the declared size is checked before anything is allocated."""
+    if not word & _ZSTD_BIT:
+        return piece
     try:
-        if zstandard.frame_content_size(piece) != count:
-            raise CodecError("zstd frame declares another size")
-        data = zstandard.ZstdDecompressor().decompress(piece, max_output_size=count, allow_extra_data=False)
+        size = zstandard.frame_content_size(piece)
+        if not 0 <= size <= limit:
+            raise CodecError(f"zstd frame declares another size, {size} where {limit} at most belong")
+        data = zstandard.ZstdDecompressor().decompress(piece, max_output_size=limit, allow_extra_data=False)
     except zstandard.ZstdError as error:
         raise CodecError(str(error)) from error
-    if len(data) != count:
+    if len(data) != size:
         raise CodecError("zstd frame holds another size")
     return data
-
-
-@dataclass
-class PlaneChooser:
-    """Chooses the planes of one stream: measured on every 16th extent, used for the 15 that follow.
-
-    mode: "auto" samples, "raw" never compresses, "zstd" tries zstd on every plane.
-    """
-
-    width: int
-    mode: str
-    _seen: int = field(default=0, init=False)
-    _mask: int = field(default=0, init=False)
-
-    def mask(self, raw: Bytes) -> int:
-        """Mask for the next extent of the stream."""
-        if self.mode == "raw":
-            return 0
-        if self.mode == "zstd":
-            return (1 << self.width) - 1
-        if self._seen % SAMPLE_EVERY == 0:
-            self._mask = plane_mask(raw, self.width)
-        self._seen += 1
-        return self._mask

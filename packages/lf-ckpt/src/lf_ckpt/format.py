@@ -22,9 +22,16 @@ RECORD_BYTES: Final = 64
 
 RAW: Final = 0
 PLANES: Final = 1
-# 2 xor, 3 integer subtraction, 4 changed elements: reserved in SPEC.md, not written by this version
+XOR: Final = 2
+SUB: Final = 3
+CHANGED: Final = 4
 SAME: Final = 5
-CODEC_NAMES: Final = {RAW: "raw", PLANES: "planes+zstd", SAME: "same-as-parent"}
+DIRTY: Final = 6
+CODEC_NAMES: Final = {
+    RAW: "raw", PLANES: "planes+zstd", XOR: "xor+planes+zstd", SUB: "difference+planes+zstd",
+    CHANGED: "changed-elements", SAME: "same-as-parent", DIRTY: "dirty-units",
+}  # fmt: skip
+DELTAS: Final = frozenset({XOR, SUB, CHANGED, DIRTY})  # stored bytes that decode only with those of the base
 
 # The first byte is not ASCII and the line ends would be damaged by a text-mode transfer, as in PNG.
 _MAGIC: Final = b"\x89LFC\r\n\x1a\n"
@@ -180,6 +187,8 @@ def _record_problem(
         return "extent length is out of range"
     if e.codec == SAME:
         return None if trailer.parent_root and e.stored_bytes == 0 else "a reference without a parent"
+    if e.codec in DELTAS and not trailer.parent_root:
+        return "a delta without a parent"
     if (
         e.place != place
         or not 0 < e.stored_bytes <= e.raw_bytes

@@ -11,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple, TypeGuard
+from typing import Any, Final, NamedTuple, TypeAlias, TypeGuard
 
 from .boxes import Box, cover_problem, whole
 from .dtypes import ITEM_SIZE
@@ -94,6 +94,19 @@ class BlobEntry:
         return [(self.placed, self.nbytes)]
 
 
+StreamKey: TypeAlias = tuple[object, ...]
+
+
+def shard_key(name: str, dtype: str, shape: tuple[int, ...], box: Box) -> StreamKey:
+    """Equal for the shards of two steps that hold the same part of the same tensor: the one is the other's parent."""
+    return (name, dtype, shape, *box)
+
+
+def item_key(name: str) -> StreamKey:
+    """The same for a bytes item."""
+    return (name,)
+
+
 class StoredStream(NamedTuple):
     """A run of bytes in one file: a shard or a bytes item. `number` is that of its index records, counted per file.
 
@@ -104,7 +117,7 @@ class StoredStream(NamedTuple):
     number: int
     nbytes: int
     placed: Placed
-    key: tuple[object, ...]
+    key: StreamKey
 
 
 @dataclass(frozen=True)
@@ -148,6 +161,11 @@ class Manifest:
         for name, nbytes, placed, key in _runs(self):
             yield StoredStream(name, numbers[placed.file], nbytes, placed, key)
             numbers[placed.file] += 1
+
+    def places(self, file: int) -> dict[StreamKey, range]:
+        """Numbers of the extents of every stream of one data file, by what the stream holds."""
+        runs = ((s.key, s.placed) for s in self.streams() if s.placed.file == file)
+        return {key: range(p.first, p.first + p.count) for key, p in runs}
 
     @property
     def raw_bytes(self) -> int:
@@ -249,14 +267,14 @@ def _shard(shard: Shard) -> dict[str, Json]:
     return {"offsets": list(box.offsets), "shape": list(box.shape), "extents": _triple(shard.placed)}
 
 
-def _runs(m: Manifest) -> Iterator[tuple[str, int, Placed, tuple[object, ...]]]:
+def _runs(m: Manifest) -> Iterator[tuple[str, int, Placed, StreamKey]]:
     """(name, bytes, place, key) of every stream in manifest order."""
     for tensor in m.tensors:
         for shard in tensor.shards:
-            key = (tensor.name, tensor.dtype, tensor.shape, *shard.box)
+            key = shard_key(tensor.name, tensor.dtype, tensor.shape, shard.box)
             yield tensor.name, tensor.nbytes_of(shard), shard.placed, key
     for blob in m.blobs:
-        yield blob.name, blob.nbytes, blob.placed, (blob.name,)
+        yield blob.name, blob.nbytes, blob.placed, item_key(blob.name)
 
 
 def _manifest(body: dict[str, Any], root: str) -> Manifest:

@@ -14,6 +14,7 @@ Io: TypeAlias = Literal["auto", "direct", "buffered"]
 Engine: TypeAlias = Literal["auto", "io_uring", "threads"]
 Priority: TypeAlias = Literal["low", "normal"]
 Compress: TypeAlias = Literal["auto", "raw", "zstd"]
+ParentMode: TypeAlias = Literal["auto", "ram", "disk", "off"]
 
 
 @dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Options:
     full_every: int = 8
     slab_bytes: int | None = None
     compress: Compress = "auto"
+    parent: ParentMode = "auto"
+    parent_bytes: int | None = None
     io: Io = "auto"
     threads: int = 1
     read_only: bool = False
@@ -37,10 +40,16 @@ class Options:
     upload: Upload | None = None
     group_timeout: float = 1800.0
 
+    @property
+    def deltas(self) -> bool:
+        """Whether changed extents may be coded against the base."""
+        return self.compress == "auto" and self.parent != "off" and self.full_every > 0
+
     def __post_init__(self) -> None:
         for name, value, choices in (
             ("on_error", self.on_error, get_args(OnError)),
             ("compress", self.compress, get_args(Compress)),
+            ("parent", self.parent, get_args(ParentMode)),
             ("io", self.io, get_args(Io)),
             ("mode", self.mode, get_args(Mode)),
             ("engine", self.engine, get_args(Engine)),
@@ -59,3 +68,9 @@ class Options:
             raise ValueError(f"rate_limit={self.rate_limit}: bytes per second, at least 1, or None")
         if self.expected_bytes is not None and self.expected_bytes < 0:
             raise ValueError(f"expected_bytes={self.expected_bytes}: the size of the state, or None")
+        if self.parent_bytes is not None and self.parent_bytes < 0:
+            raise ValueError(f"parent_bytes={self.parent_bytes}: 0 keeps nothing in memory, or more")
+        if self.parent == "ram" and self.compress != "auto":
+            raise ValueError(
+                f'parent="ram" keeps bytes for deltas, which compress={self.compress!r} never writes'
+            )

@@ -14,6 +14,7 @@ from .errors import UnsupportedError
 from .format import EXTENT_BYTES, align
 from .jsonio import Json, canonical, checked_text, decode_item, encode_item
 from .local import window_of
+from .manifest import StreamKey, item_key, shard_key
 
 CHUNK_BYTES = 16 << 20  # staged and written at a time: long enough to hide call overheads
 
@@ -47,6 +48,13 @@ class Stream:
     def width(self) -> int:
         """Byte planes per number."""
         return PLANE_WIDTH[self.dtype]
+
+    @property
+    def key(self) -> StreamKey:
+        """What the stream holds, as in `StoredStream.key`."""
+        if self.is_item:
+            return item_key(self.name)
+        return shard_key(self.name, self.dtype, self.full, self.box)
 
     @property
     def is_item(self) -> bool:

@@ -3,21 +3,26 @@
 from __future__ import annotations
 
 import os
+import threading
+from bisect import bisect_left
 from collections.abc import Iterator
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Protocol
 
 import numpy as np
 
-from .codec import Bytes, CodecError, decode_planes
+from .codec import Bytes, CodecError
+from .deltas import decode
 from .errors import CorruptError
 from .files import read_all
 from .format import (
     ALIGN,
+    DELTAS,
     EXTENT_BYTES,
     HEADER_BYTES,
+    PLANES,
     RAW,
     SAME,
     TRAILER_BYTES,
@@ -29,10 +34,11 @@ from .format import (
     parse_index,
     parse_trailer,
 )
-from .manifest import MANIFEST_LIMIT, DataFile, Manifest, Placed, parse, rank_of
+from .manifest import MANIFEST_LIMIT, DataFile, Manifest, Placed, StreamKey, parse, rank_of
 from .storage import Storage
 
 MANIFEST = "MANIFEST"
+_local = threading.local()
 
 
 def read_manifest(files: Storage, steps: str, folder: str) -> Manifest:
@@ -65,12 +71,21 @@ class OpenFile:
     extents: list[Extent]
     base: OpenFile | None = None  # the base's file of the same name, when this step is a delta
     direct: Direct | None = None  # another way to read it, while a load is under way
+    parents: dict[int, int] = field(default_factory=dict)  # extent with a delta codec -> extent of `base`
 
     def read(self, view: Bytes, offset: int) -> int:
         """Fill `view` from `offset`, where an extent begins; the bytes read, fewer only at the end of the file."""
         if self.direct is not None:
             return self.direct.read(view, offset)
         return self.files.read(self.fd, view.data, offset)
+
+    def find(self, numbers: range, start: int, raw_bytes: int) -> int | None:
+        """Which of these consecutive extents of a stream begins at `start` and has that length."""
+        at = bisect_left(numbers, start, key=lambda number: self.extents[number].start)
+        if at == len(numbers):
+            return None
+        found = self.extents[numbers[at]]
+        return numbers[at] if (found.start, found.raw_bytes) == (start, raw_bytes) else None
 
     def stored(self, number: int, scratch: Bytes, name: str) -> Bytes:
         """The stored bytes of an extent, in `scratch`."""
@@ -104,6 +119,7 @@ class StepReader:
         """Check all structure: manifest, header, trailer, index, lengths, parent. CorruptError or OSError."""
         self._files, self._steps = files, steps
         self._stack = ExitStack()
+        self._places: dict[str, dict[StreamKey, range]] = {}  # of the base's files, by the path of ours
         try:
             self.manifest = read_manifest(files, steps, folder)
             self.path = os.path.join(steps, folder)
@@ -144,11 +160,12 @@ class StepReader:
             if verify:
                 source.check_hash(at, out, name, raw=True)
             return
+        parent = self._parent(source, at, scratch, name, verify=verify)
         stored = source.stored(at, scratch, name)
         if verify:
             source.check_hash(at, stored, name, raw=False)
         try:
-            decode_planes(stored.data, out, extent.width)
+            decode(extent.codec, stored.data, out, extent.width, parent)
         except CodecError as error:
             raise CorruptError(
                 source.path, str(error), tensor=name, extent=at, offset=extent.place
@@ -156,11 +173,24 @@ class StepReader:
         if verify:
             source.check_hash(at, out, name, raw=True)
 
+    def _parent(self, file: OpenFile, at: int, scratch: Bytes, name: str, *, verify: bool) -> Bytes | None:
+        """Raw bytes of the extent that a delta was coded against, None for other codecs."""
+        if at not in file.parents or file.base is None:
+            return None
+        if not hasattr(_local, "parent"):
+            _local.parent = new_scratch()
+        before: Bytes = _local.parent[: file.extents[at].raw_bytes]
+        self.read(file.base, file.parents[at], before, scratch, name, verify=verify)
+        return before
+
     def check(self, file: OpenFile, number: int, scratch: Bytes, name: str) -> int:
-        """Hash the stored bytes of one extent without decoding; returns the bytes read."""
+        """Hash the stored bytes that one extent needs, its own and those of its parent; returns the bytes read."""
         source, at = self.resolve(file, number)
         source.check_hash(at, source.stored(at, scratch, name), name, raw=False)
-        return source.extents[at].stored_bytes
+        total = source.extents[at].stored_bytes
+        if source.base is not None and at in source.parents:
+            total += self.check(source.base, source.parents[at], scratch, name)
+        return total
 
     def check_unused(self) -> None:
         """CorruptError when alignment padding in the step's own files is not zero."""
@@ -237,6 +267,7 @@ class StepReader:
             entry = named.get(os.path.basename(file.path))
             if entry is not None:
                 file.base = self._open(parent.folder, manifest, entry)
+                self._places[file.path] = manifest.places(manifest.files.index(entry))
 
     def _check_streams(self) -> None:
         """Every stream's extents are its own, in order, and add up to its size; references fit the base."""
@@ -248,6 +279,9 @@ class StepReader:
                     raise CorruptError(file.path, "extent of another stream", tensor=stream.name, extent=at)
                 if extent.codec == SAME:
                     _check_reference(file, at, stream.name)
+                elif extent.codec in DELTAS:
+                    numbers = self._places.get(file.path, {}).get(stream.key, range(0))
+                    file.parents[at] = _parent_number(file, at, numbers, stream.name)
             if total != stream.nbytes:
                 raise CorruptError(
                     self.path, "extents do not add up", tensor=stream.name, expected=stream.nbytes,
@@ -261,6 +295,15 @@ def _check_reference(file: OpenFile, at: int, name: str) -> None:
     target = known[extent.place] if extent.place < len(known) else None
     if target is None or (target.raw_bytes, target.raw_hash) != (extent.raw_bytes, extent.raw_hash):
         raise CorruptError(file.path, "reference does not fit the base", tensor=name, extent=at)
+
+
+def _parent_number(file: OpenFile, at: int, numbers: range, name: str) -> int:
+    """The extent of the base that a delta was coded against: same stream, start and length."""
+    extent = file.extents[at]
+    number = file.base.find(numbers, extent.start, extent.raw_bytes) if file.base else None
+    if file.base is None or number is None or file.base.extents[number].codec not in (RAW, PLANES):
+        raise CorruptError(file.path, "delta has no parent in the base", tensor=name, extent=at)
+    return number
 
 
 def new_scratch() -> Bytes:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -16,7 +16,9 @@ class SaveReport:
 
     bytes_raw: state, aliases counted once. bytes_written: data file. bytes_shared: raw bytes that the base already had.
     seconds_*: since `save` was called, until the caller's tensors were free, the data was with the kernel, and the
-    step was durable. codecs: raw bytes per codec. slab, io and priority: how the staging memory, the way of writing and
+    step was durable. codecs: raw bytes per codec; codecs_stored: what they take in the file. deltas: where the base's
+    bytes came from and why the next save will be full, if it will.
+    slab, io and priority: how the staging memory, the way of writing and
     the standing of the background threads were chosen. predicted_stall: seconds that `save` was expected to wait for
     the disk (0.0: the slab holds the state; None: nothing measured yet). removed: steps that retention took away.
     error: set only with on_error="warn", when the save failed.
@@ -35,6 +37,8 @@ class SaveReport:
     codecs: dict[str, int]
     slab: str
     io: str
+    codecs_stored: dict[str, int] = field(default_factory=dict)
+    deltas: str = ""
     removed: tuple[str, ...] = ()
     error: str | None = None
     priority: str = ""

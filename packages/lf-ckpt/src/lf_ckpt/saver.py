@@ -17,6 +17,7 @@ from .fence import ends_in, gate_of, in_order_of_change
 from .handle import SaveHandle
 from .manifest import Parent, data_file_name
 from .options import Options
+from .parents import ParentBytes, new_parents, stored_parents
 from .plan import Plan
 from .report import SaveReport
 from .saving import SaveJob, failed_report, run, translate
@@ -53,6 +54,7 @@ class Saver:
         self._undelivered: BaseException | None = None
         self._deltas = 0
         self._rate: float | None = None  # raw bytes per second of the last save, from its start to "written"
+        self._parents: ParentBytes | None = None
         self.base: Base | None = None
         self.current: SaveHandle | None = None
         self._down = False
@@ -114,6 +116,9 @@ class Saver:
 
     def adopt(self, base: Base, folders_of_deltas: Iterable[str]) -> None:
         """Use a step that has just been verified as base; `folders_of_deltas` are the bases of all committed deltas."""
+        if self._options.deltas:
+            at = (self._catalog.files, self._catalog.steps, base.folder, base.root)
+            base = replace(base, parents=stored_parents(*at, self._team.rank))
         self.base = base
         self._deltas = sum(folder == base.folder for folder in folders_of_deltas)
 
@@ -128,7 +133,7 @@ class Saver:
         self._writing.close()
         if self._slab is not None:
             self._slab.close()
-        self._slab = self.base = None
+        self._slab = self.base = self._parents = None
 
     def _begin(self, handle: SaveHandle, plan: Plan) -> Begun | None:
         """Agree with the other ranks, if any; None when that failed and the handle knows.
@@ -162,6 +167,8 @@ class Saver:
         """Slab and open data file of a save; None when the store cannot be written and the handle knows."""
         try:
             slab = self._ensure_slab(begun.plan)
+            if self.base is None:
+                self._parents = new_parents(self._options, begun.plan.raw_bytes, self._parents)
             handle.predicted_stall = self._predict(begun.plan, slab)
             path = os.path.join(self._catalog.steps, begun.folder, data_file_name(begun.rank))
             sink = self._writing.open(path, slab, begun.plan.slab_bytes)
@@ -180,6 +187,7 @@ class Saver:
             sink=sink,
             writing=self._writing,
             base=self.base,
+            keeping=self._parents if self.base is None else None,
             compress=self._options.compress,
             slab=slab,
             slab_note=self._slab_note,
@@ -316,6 +324,8 @@ class Saver:
             self._rate = done.report.bytes_raw / done.report.seconds_written
         self._deltas = self._deltas + 1 if done.report.kind == "delta" else 0
         self.base = done.base
+        if done.damaged:
+            self.damaged.add(done.damaged)
         return replace(done.report, removed=tuple(self._retire(job.folder)))
 
     def _retire(self, saved: str) -> list[str]:

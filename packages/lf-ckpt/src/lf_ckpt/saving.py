@@ -20,6 +20,7 @@ from .errors import DiskFullError
 from .format import CODEC_NAMES, Header, align
 from .handle import SaveHandle
 from .manifest import DataFile, Parent
+from .parents import ParentBytes, StoredBase, stored_parents
 from .plan import Plan
 from .report import SaveReport
 from .sink import Sink, Writing
@@ -30,6 +31,9 @@ from .writer import Base, DataFileWriter
 
 _log = logging.getLogger("lf_ckpt")
 _SMALL_EXTENT = 64 << 10
+_DELTA_WORTH = (
+    0.95  # of a full step: a delta that takes more is not worth tying the next one to the same base
+)
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -43,6 +47,7 @@ class SaveJob:
     sink: Sink
     writing: Writing
     base: Base | None
+    keeping: ParentBytes | None
     compress: str
     slab: Slab
     slab_note: str
@@ -61,10 +66,12 @@ class SaveJob:
 
 @dataclass(frozen=True)
 class Committed:
-    """A finished save: its report, and the base it is, or stays, for later deltas."""
+    """A finished save: its report, the base of the next one, None when that must be full, and the folder of a base
+    that was found damaged."""
 
     report: SaveReport
     base: Base | None
+    damaged: str = ""
 
 
 def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
@@ -80,7 +87,7 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
         if named is error:
             raise
         raise named from error
-    parent = Parent(job.base.folder, job.base.root) if job.base and writer.shared_bytes else None
+    parent = Parent(job.base.folder, job.base.root) if job.base and writer.refers else None
     seconds = {state: round(job.handle._seconds(state), 6) for state in ("staged", "written")}
     try:
         written = Written(file, writer.placed(job.begun.rank), parent, seconds)
@@ -88,7 +95,10 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
     except OSError as error:
         raise translate(error, catalog, needed) from error
     job.handle._mark("durable")
-    return Committed(_report(job, writer, file, outcome), _next_base(job, writer, outcome))
+    base, why = _next_base(job, writer, outcome, catalog)
+    failed = job.base is not None and job.base.parents is not None and job.base.parents.failed is not None
+    damaged = job.base.folder if job.base is not None and failed else ""
+    return Committed(_report(job, writer, file, outcome, why), base, damaged)
 
 
 def _write_file(job: SaveJob, writer: DataFileWriter) -> DataFile:
@@ -102,6 +112,8 @@ def _write_file(job: SaveJob, writer: DataFileWriter) -> DataFile:
         return file
     finally:
         job.sink.close()
+        if job.base is not None and job.base.parents is not None:
+            job.base.parents.close()
 
 
 def translate(error: BaseException, catalog: Catalog, needed: int) -> BaseException:
@@ -120,7 +132,9 @@ def _new_writer(job: SaveJob, catalog: Catalog, pool: Executor | None) -> DataFi
     header = Header(begun.step, begun.rank, begun.world, store_id, begun.writer_id)
     # A counter or generator state that happens to be unchanged should not make a whole step depend on another.
     smallest = min(_SMALL_EXTENT, job.plan.raw_bytes // 1000)
-    return DataFileWriter(job.sink, header, job.plan.streams, job.base, job.compress, pool, smallest)
+    return DataFileWriter(
+        job.sink, header, job.plan.streams, job.base, job.compress, pool, smallest, job.keeping
+    )
 
 
 def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
@@ -148,12 +162,34 @@ def versions() -> dict[str, str]:
     }
 
 
-def _next_base(job: SaveJob, writer: DataFileWriter, step: Outcome) -> Base | None:
-    """A step that refers to nothing is the base of those that follow."""
-    return Base(step.folder, step.root, writer.table()) if step.parent is None else job.base
+def _next_base(
+    job: SaveJob, writer: DataFileWriter, step: Outcome, catalog: Catalog
+) -> tuple[Base | None, str]:
+    """The base of the next save, None when that must be full, and what the report says of it.
+
+    A step that refers to nothing is the base of those that follow; a delta that is hardly smaller is the last on its.
+    """
+    if step.parent is None:
+        parents = job.keeping
+        at = (catalog.files, catalog.steps, step.folder, step.root)
+        if parents is not None:
+            parents.bind(StoredBase(*at, job.begun.rank))
+        elif job.base is not None and job.base.parents is not None:
+            parents = stored_parents(*at, job.begun.rank)
+        note = "" if parents is None else f"base: {parents.kept_bytes} bytes kept in memory"
+        return Base(step.folder, step.root, writer.table(), parents), note
+    base = job.base
+    if base is None or base.parents is None:
+        return base, ""
+    if base.parents.failed is None and writer.worth < _DELTA_WORTH:
+        return base, base.parents.note()
+    why = "failed" if base.parents.failed else f"this delta takes {writer.worth:.2f} of a full step"
+    return None, f"{base.parents.note()}; the next save is full: {why}"
 
 
-def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome) -> SaveReport:
+def _report(
+    job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome, deltas: str
+) -> SaveReport:
     handle = job.handle
     return SaveReport(
         step=handle.step,
@@ -167,6 +203,8 @@ def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome)
         seconds_written=handle._seconds("written"),
         seconds_durable=handle._seconds("durable"),
         codecs={CODEC_NAMES[codec]: size for codec, size in sorted(writer.codec_bytes.items())},
+        codecs_stored={CODEC_NAMES[codec]: size for codec, size in sorted(writer.codec_stored.items())},
+        deltas=deltas,
         slab=f"{job.slab_note}; {job.slab.memory.note()}",
         io=job.sink.note,
         priority=job.writing.priority_note,
@@ -178,5 +216,5 @@ def failed_report(handle: SaveHandle, folder: str, plan: Plan, error: BaseExcept
     """What `wait` returns for a failed save with on_error="warn"."""
     times = (handle._seconds("staged"), handle._seconds("written"), handle._seconds("durable"))
     return SaveReport(
-        handle.step, folder, "failed", None, plan.raw_bytes, 0, 0, *times, {}, "", "", (), str(error)
+        handle.step, folder, "failed", None, plan.raw_bytes, 0, 0, *times, {}, "", "", error=str(error)
     )

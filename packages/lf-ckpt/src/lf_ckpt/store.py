@@ -23,7 +23,7 @@ from .local import is_sharded
 from .lock import LOCK, StoreLock
 from .mirror import Mirror
 from .naming import MapNames
-from .options import Compress, Engine, Io, OnError, Options, Priority
+from .options import Compress, Engine, Io, OnError, Options, ParentMode, Priority
 from .peers import join
 from .places import locate
 from .plan import Plan, make_plan
@@ -441,6 +441,8 @@ def open(
     full_every: int = 8,
     slab_bytes: int | None = None,
     compress: Compress = "auto",
+    parent: ParentMode = "auto",
+    parent_bytes: int | None = None,
     io: Io = "auto",
     threads: int = 1,
     read_only: bool = False,
@@ -462,7 +464,11 @@ def open(
     full_every: a new base after that many deltas; 0 saves full steps only.
     slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
         state `save` waits for the disk while it copies.
-    compress: "auto" samples which byte planes pay, "raw" never compresses, "zstd" tries every plane.
+    compress: "auto" samples which codec pays, also against the base; "raw" never compresses, "zstd" tries every byte
+        plane; these two share unchanged extents only.
+    parent: where the base's bytes come from that changed extents are coded against. "auto" keeps them in memory, up to
+        `parent_bytes` (a quarter of free memory when None), and reads the rest back; "ram" keeps all or raises
+        CkptError at the save; "disk" keeps none; "off" codes nothing against the base.
     io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does, "direct" raises
         where it cannot.
     threads: threads that hash and compress.
@@ -487,6 +493,8 @@ def open(
         full_every=full_every,
         slab_bytes=slab_bytes,
         compress=compress,
+        parent=parent,
+        parent_bytes=parent_bytes,
         io=io,
         threads=threads,
         read_only=read_only,

@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from .codec import Bytes, PlaneChooser, encode_planes
+from .codec import Bytes
+from .encoder import Encoded, Encoder
 from .errors import CkptError
 from .format import (
+    DELTAS,
     EXTENT_BYTES,
     HEADER_BYTES,
-    PLANES,
-    RAW,
     SAME,
     TRAILER_BYTES,
     Extent,
@@ -27,29 +27,20 @@ from .format import (
     pack_trailer,
 )
 from .manifest import DataFile, Placed, data_file_name
+from .parents import ParentBytes
 from .plan import Chunk, Stream
 from .sink import Sink
-from .storage import Buffer
 
 
 @dataclass(frozen=True)
 class Base:
-    """The full step that deltas refer to: raw hash of an extent -> its number in the base's data file."""
+    """The full step that deltas refer to: raw hash of an extent -> its number in the base's data file, and the bytes
+    of its extents, None where there are to be no deltas of changed ones."""
 
     folder: str
     root: str
     table: Mapping[bytes, int]
-
-
-@dataclass
-class Encoded:
-    """An extent on its way to the file; `data` is empty for codec SAME."""
-
-    codec: int
-    raw_hash: bytes
-    stored_hash: bytes
-    data: Buffer
-    parent: int = 0
+    parents: ParentBytes | None = None
 
 
 @dataclass
@@ -63,10 +54,16 @@ class DataFileWriter:
     compress: str
     pool: Executor | None = None
     smallest_shared: int = 0
+    keeping: ParentBytes | None = None
     extents: list[Extent] = field(default_factory=list)
     codec_bytes: dict[int, int] = field(default_factory=dict)
+    codec_stored: dict[int, int] = field(default_factory=dict)
     _place: int = HEADER_BYTES
-    _chooser: PlaneChooser = field(default_factory=lambda: PlaneChooser(1, "raw"))
+    _encoder: Encoder = field(init=False)
+
+    def __post_init__(self) -> None:
+        table, parents = (self.base.table, self.base.parents) if self.base else (None, None)
+        self._encoder = Encoder(self.compress, table, parents, self.keeping, self.pool, self.smallest_shared)
 
     def start(self) -> None:
         """Write the header."""
@@ -85,26 +82,11 @@ class DataFileWriter:
             )
         raw = room[: chunk.length]
         if chunk.start == 0:
-            self._chooser = PlaneChooser(stream.width, self.compress)
+            self._encoder.begin(stream.key, stream.width)
         pieces = [raw[at : at + EXTENT_BYTES] for at in range(0, chunk.length, EXTENT_BYTES)]
-        encoded = self._encode_all(pieces, stream)
+        encoded = self._encoder.encode(chunk.start, pieces)
         self._number(chunk, pieces, encoded, stream.width)
         self._write(room, encoded, landed)
-
-    def _encode_all(self, pieces: list[Bytes], stream: Stream) -> list[Encoded]:
-        """Encode the extents of a chunk, in the pool when there is one; masks are chosen here, in order."""
-        masks = [self._chooser.mask(piece) for piece in pieces]
-        jobs = [
-            (piece, stream.width, mask, self._table_for(piece))
-            for piece, mask in zip(pieces, masks, strict=True)
-        ]
-        if self.pool is None or len(jobs) == 1:
-            return [_encode(*job) for job in jobs]
-        return list(self.pool.map(lambda job: _encode(*job), jobs))
-
-    def _table_for(self, piece: Bytes) -> Mapping[bytes, int] | None:
-        """The base's hashes, but not for an extent so small that it is not worth tying the step to its base."""
-        return None if self.base is None or piece.size < self.smallest_shared else self.base.table
 
     def _number(self, chunk: Chunk, pieces: list[Bytes], encoded: list[Encoded], width: int) -> None:
         """Index records for the extents of a chunk."""
@@ -115,6 +97,7 @@ class DataFileWriter:
             record = (chunk.stream, e.codec, width, start, piece.size, stored, at, e.raw_hash, e.stored_hash)
             self.extents.append(Extent(*record))
             self.codec_bytes[e.codec] = self.codec_bytes.get(e.codec, 0) + piece.size
+            self.codec_stored[e.codec] = self.codec_stored.get(e.codec, 0) + stored
             start += piece.size
             place += align(stored)
 
@@ -132,11 +115,22 @@ class DataFileWriter:
         """Raw bytes that the base had."""
         return self.codec_bytes.get(SAME, 0)
 
+    @property
+    def refers(self) -> bool:
+        """Whether an extent needs the base to be read."""
+        return any(codec == SAME or codec in DELTAS for codec in self.codec_bytes)
+
+    @property
+    def worth(self) -> float:
+        """Bytes stored, over those that a save without a base would store by what samples tell."""
+        return (self._place - HEADER_BYTES) / max(self._encoder.alone_bytes, 1.0)
+
     def finish(self) -> DataFile:
         """Append index and trailer; the caller fsyncs. A file that refers to nothing has no parent."""
+        self._encoder.end()
         index = pack_index(self.extents)
         size = self._place + len(index) + TRAILER_BYTES
-        parent = bytes.fromhex(self.base.root) if self.base and self.shared_bytes else None
+        parent = bytes.fromhex(self.base.root) if self.base and self.refers else None
         digest = hash128(index)
         trailer = Trailer(self._place, len(index), len(self.extents), size, digest, parent)
         self.sink.put([index, pack_trailer(trailer)], self._place)
@@ -174,13 +168,3 @@ def _pack(room: Bytes, encoded: list[Encoded]) -> int:
         room[end:stop] = 0
         at = stop
     return at
-
-
-def _encode(raw: Bytes, width: int, mask: int, base: Mapping[bytes, int] | None) -> Encoded:
-    digest = hash128(raw.data)
-    if base is not None and digest in base:
-        return Encoded(SAME, digest, bytes(16), b"", base[digest])
-    packed = encode_planes(raw, width, mask)
-    if packed is None or align(len(packed)) == align(raw.size):
-        return Encoded(RAW, digest, digest, raw.data)
-    return Encoded(PLANES, digest, hash128(packed), packed)
