@@ -126,9 +126,9 @@ def decode(kind: int, payload: bytes, width: int, raw: int, parent: list[int]) -
     if kind == 0:
         return payload
     if kind == 1:
-        numbers = [rotr(z, width) for z in planes(payload, width, count)]
+        numbers = planes(payload, width, count)
     elif kind == 2:
-        numbers = [rotr(z, width) ^ p for z, p in zip(planes(payload, width, count), parent, strict=True)]
+        numbers = [z ^ p for z, p in zip(planes(payload, width, count), parent, strict=True)]
     elif kind == 3:
         numbers = [add(z, p, width) for z, p in zip(planes(payload, width, count), parent, strict=True)]
     elif kind == 4:
@@ -143,7 +143,7 @@ def decode(kind: int, payload: bytes, width: int, raw: int, parent: list[int]) -
         at = [n for i in dirty for n in range(i * unit, min((i + 1) * unit, count))]
         numbers = list(parent)
         for n, z in zip(at, planes(payload[32:], width, len(at)), strict=True):
-            numbers[n] = rotr(z, width)
+            numbers[n] = z
     return b"".join(n.to_bytes(width, "little") for n in numbers)
 
 
@@ -155,14 +155,16 @@ def section(data: bytes, word: int) -> tuple[bytes, bytes]:
 
 
 def planes(data: bytes, width: int, count: int) -> list[int]:
-    words, rest = struct.unpack_from(f"<{width}I", data), data[4 * width :]
+    turn, *words = struct.unpack_from(f"<{1 + width}I", data)
+    rest = data[4 + 4 * width :]
     columns = []
     for word in words:
         plane, rest = section(rest, word)
         assert len(plane) == count
         columns.append(plane)
     assert not rest
-    return [int.from_bytes(bytes(column), "little") for column in zip(*columns, strict=True)]
+    turned = [int.from_bytes(bytes(column), "little") for column in zip(*columns, strict=True)]
+    return [rotr(z, turn, 8 * width) for z in turned]
 
 
 def marked(gaps: bytes) -> list[int]:
@@ -175,8 +177,9 @@ def marked(gaps: bytes) -> list[int]:
     return places
 
 
-def rotr(z: int, width: int) -> int:
-    return z >> 1 | (z & 1) << 8 * width - 1
+def rotr(z: int, turn: int, bits: int) -> int:
+    assert 0 <= turn < bits
+    return z >> turn | (z & (1 << turn) - 1) << bits - turn
 
 
 def order(x: int, width: int) -> int:

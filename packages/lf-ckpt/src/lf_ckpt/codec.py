@@ -26,16 +26,18 @@ NUMBER: Final[dict[int, np.dtype[Any]]] = {
 
 # How a plane is stored. The exponents of weights have skewed frequencies and no repeats: looking for matches of 7 bytes
 # in a table of 64 entries leaves the work to the entropy coder (ENTROPY). Against level 1 a float32 exponent plane
-# shrinks to 0.32, not 0.35, in a third of the time. Level 1 (MATCHES) wins on text, counters and rows that repeat.
+# shrinks to 0.32, not 0.35, in a third of the time. Blocks of 16 KiB (the window) follow the scales of rows. Level 1
+# (MATCHES) wins on text, counters and rows that repeat.
 STORED, ENTROPY, MATCHES = 0, 1, 2
 _PARAMETERS: Final = {
     ENTROPY: zstandard.ZstdCompressionParameters(
-        strategy=zstandard.STRATEGY_FAST, window_log=17, chain_log=6, hash_log=6, search_log=1, min_match=7,
+        strategy=zstandard.STRATEGY_FAST, window_log=14, chain_log=6, hash_log=6, search_log=1, min_match=7,
         target_length=0, write_content_size=True,
     ),
     MATCHES: zstandard.ZstdCompressionParameters.from_level(1, write_content_size=True),
 }  # fmt: skip
-_PLANE_PAYS: Final = 0.97  # a plane that shrinks less costs more time than it saves
+_PLANE_PAYS: Final = 0.98  # a plane that shrinks less costs more time than it saves
+_TURN_SAMPLE: Final = 1 << 16  # numbers
 _MATCHES_PAY: Final = 0.985  # of the size by entropy alone: searching is three times as dear
 _ZSTD_BIT: Final = 1 << 31
 
@@ -44,10 +46,17 @@ class CodecError(ValueError):
     """Stored bytes that do not decode; the reader turns it into CorruptError with the place."""
 
 
-class Planned(NamedTuple):
-    """How each plane is stored (STORED, ENTROPY or MATCHES), and the payload's size on the sample it was chosen on."""
+class Layout(NamedTuple):
+    """How numbers become planes: bits that each is rotated left by first, and how each plane is then stored."""
 
+    turn: int
     ways: tuple[int, ...]
+
+
+class Planned(NamedTuple):
+    """A layout, and the payload's size on the sample that it was chosen on."""
+
+    layout: Layout
     size: int
 
 
@@ -60,19 +69,17 @@ def numbers(raw: Bytes, width: int) -> Numbers:
     return view
 
 
-def rotated(values: Numbers) -> Numbers:
-    """Each number rotated left by one bit, a copy: the exponent of a float32 or bfloat16 then fills the top byte."""
-    top = values.dtype.type(values.itemsize * 8 - 1)
-    turned: Numbers = (values << values.dtype.type(1)) | (values >> top)
+def rotated(values: Numbers, turn: int) -> Numbers:
+    """Each number rotated left by `turn` bits, a copy unless that is 0.
+
+    A rotation by one bit puts the exponent of a float32 or bfloat16 into one byte. In general planes shrink most when
+    no byte is half noise and half not, and how many bits of a difference are noise is another matter in every tensor.
+    """
+    if turn == 0:
+        return values
+    bits = values.itemsize * 8
+    turned: Numbers = (values << values.dtype.type(turn)) | (values >> values.dtype.type(bits - turn))
     return turned
-
-
-def rotate_back(values: Numbers) -> None:
-    """Inverse of `rotated`, in place."""
-    top = values.dtype.type(values.itemsize * 8 - 1)
-    low = values << top
-    values >>= values.dtype.type(1)
-    values |= low
 
 
 def compress(data: memoryview, way: int) -> bytes:
@@ -89,39 +96,56 @@ def planes_of(values: Numbers) -> Bytes:
 
 
 def plan_planes(values: Numbers) -> Planned:
-    """Measure each plane of a sample; STORED where zstd does not pay."""
-    ways, total = [], 4 * values.itemsize
-    for plane in planes_of(values):
+    """The best layout for a sample: the turn by the entropy of its planes, the ways by measuring."""
+    turn = _best_turn(values)
+    ways, total = [], 4 + 4 * values.itemsize
+    for plane in planes_of(rotated(values, turn)):
         sizes = {way: len(compress(plane.data, way)) for way in (ENTROPY, MATCHES)}
         way = MATCHES if sizes[MATCHES] < _MATCHES_PAY * sizes[ENTROPY] else ENTROPY
         if sizes[way] >= _PLANE_PAYS * plane.size:
             way = STORED
         ways.append(way)
         total += sizes.get(way, plane.size)
-    return Planned(tuple(ways), total)
+    return Planned(Layout(turn, tuple(ways)), total)
 
 
-def pack_planes(values: Numbers, ways: tuple[int, ...]) -> bytes:
-    """Payload of `values`, (n,): a little-endian u32 per plane, its stored length with bit 31 set when it is a zstd
-    frame; then the planes, least significant byte first."""
+def _best_turn(values: Numbers) -> int:
+    """The rotation, by less than a byte, after which planes are smallest; single bytes stay as they are."""
+    if values.itemsize == 1:
+        return 0
+    begin = max(0, (values.size - _TURN_SAMPLE) // 2)
+    part = values[begin : begin + _TURN_SAMPLE]
+    return min(range(8), key=lambda turn: _entropy_size(planes_of(rotated(part, turn))))
+
+
+def _entropy_size(planes: Bytes) -> int:
+    return sum(min(len(compress(plane.data, ENTROPY)), plane.size) for plane in planes)
+
+
+def pack_planes(values: Numbers, layout: Layout) -> bytes:
+    """Payload of `values`, (n,): a little-endian u32 turn; a u32 word per plane, its stored length with bit 31 set when
+    it is a zstd frame; then the planes, least significant byte first."""
     stored: list[bytes] = []
     lengths: list[int] = []
-    for plane, way in zip(planes_of(values), ways, strict=True):
+    for plane, way in zip(planes_of(rotated(values, layout.turn)), layout.ways, strict=True):
         packed = compress(plane.data, way) if way else None
         use = packed if packed is not None and len(packed) < plane.size else None
         stored.append(plane.tobytes() if use is None else use)
         lengths.append(len(stored[-1]) | (0 if use is None else _ZSTD_BIT))
-    return struct.pack(f"<{values.itemsize}I", *lengths) + b"".join(stored)
+    return struct.pack(f"<{1 + values.itemsize}I", layout.turn, *lengths) + b"".join(stored)
 
 
 def unpack_planes(stored: memoryview, out: Numbers) -> None:
     """Inverse of `pack_planes` into `out`, (n,); CodecError on bytes it cannot have written."""
     width, count = out.itemsize, out.size
-    if len(stored) < 4 * width:
+    if len(stored) < 4 + 4 * width:
         raise CodecError("planes payload is too short")
+    turn, *words = struct.unpack_from(f"<{1 + width}I", stored)
+    if turn >= 8 * width:
+        raise CodecError(f"numbers of {8 * width} bits rotated by {turn}")
     target = out.view(np.uint8).reshape(count, width)
-    at = 4 * width
-    for k, word in enumerate(struct.unpack_from(f"<{width}I", stored)):
+    at = 4 + 4 * width
+    for k, word in enumerate(words):
         piece, at = section(stored, at, word)
         plane = np.frombuffer(plain(piece, word, count), np.uint8)
         if plane.size != count:
@@ -129,6 +153,8 @@ def unpack_planes(stored: memoryview, out: Numbers) -> None:
         target[:, k] = plane
     if at != len(stored):
         raise CodecError("bytes after the last plane")
+    if turn:
+        out[:] = rotated(out, 8 * width - turn)
 
 
 def pack_section(data: Bytes, way: int) -> tuple[int, bytes]:

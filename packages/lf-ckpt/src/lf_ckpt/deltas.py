@@ -20,13 +20,12 @@ from .codec import (
     NUMBER,
     Bytes,
     CodecError,
+    Layout,
     Numbers,
     numbers,
     pack_planes,
     pack_section,
     plain,
-    rotate_back,
-    rotated,
     section,
     unpack_planes,
 )
@@ -73,22 +72,22 @@ def _ordered(values: Numbers) -> npt.NDArray[Any]:
     return ordered
 
 
-def encode(codec: int, ways: tuple[int, ...], raw: Bytes, width: int, parent: Bytes | None) -> bytes | None:
+def encode(codec: int, layout: Layout, raw: Bytes, width: int, parent: Bytes | None) -> bytes | None:
     """Payload of an extent; None where CHANGED or DIRTY find no difference. raw, parent: (n * width,) uint8; `parent`
     is needed by all codecs but PLANES."""
     values = numbers(raw, width)
     if codec == PLANES:
-        return pack_planes(rotated(values), ways)
+        return pack_planes(values, layout)
     assert parent is not None
     assert parent.size == raw.size
     before = numbers(parent, width)
     if codec == XOR:
-        return pack_planes(rotated(values ^ before), ways)
+        return pack_planes(values ^ before, layout)
     if codec == SUB:
-        return pack_planes(difference(values, before), ways)
+        return pack_planes(difference(values, before), layout)
     if codec == CHANGED:
-        return _encode_changed(values, before, ways)
-    return encode_dirty(raw, width, dirty_units(raw, parent), ways)
+        return _encode_changed(values, before, layout)
+    return encode_dirty(raw, width, dirty_units(raw, parent), layout)
 
 
 def decode(codec: int, stored: memoryview, out: Bytes, width: int, parent: Bytes | None) -> None:
@@ -98,14 +97,12 @@ def decode(codec: int, stored: memoryview, out: Bytes, width: int, parent: Bytes
     values = numbers(out, width)
     if codec == PLANES:
         unpack_planes(stored, values)
-        rotate_back(values)
         return
     if parent is None or parent.size != out.size:
         raise CodecError("a delta without its parent")
     before = numbers(parent, width)
     if codec == XOR:
         unpack_planes(stored, values)
-        rotate_back(values)
         values ^= before
     elif codec == SUB:
         unpack_planes(stored, values)
@@ -118,14 +115,14 @@ def decode(codec: int, stored: memoryview, out: Bytes, width: int, parent: Bytes
         raise CodecError(f"unknown codec {codec}")
 
 
-def _encode_changed(values: Numbers, parent: Numbers, ways: tuple[int, ...]) -> bytes | None:
+def _encode_changed(values: Numbers, parent: Numbers, layout: Layout) -> bytes | None:
     """u32 number of changed elements; u32 word of the gaps; the gaps; the differences as planes."""
     at = np.flatnonzero(values != parent)
     if not at.size:
         return None
     gaps = gap_bytes(at)
     word, packed = pack_section(gaps, MATCHES if at.size * 2 < gaps.size else ENTROPY)
-    rest = pack_planes(difference(values[at], parent[at]), ways)
+    rest = pack_planes(difference(values[at], parent[at]), layout)
     return struct.pack("<2I", at.size, word) + packed + rest
 
 
@@ -184,13 +181,13 @@ def dirty_units(raw: Bytes, parent: Bytes) -> npt.NDArray[np.bool_]:
     return dirty
 
 
-def encode_dirty(raw: Bytes, width: int, dirty: npt.NDArray[np.bool_], ways: tuple[int, ...]) -> bytes | None:
+def encode_dirty(raw: Bytes, width: int, dirty: npt.NDArray[np.bool_], layout: Layout) -> bytes | None:
     """256 bits, bit i % 8 of byte i // 8 for unit i; then the dirty units as planes. None if there is none."""
     if not dirty.any():
         return None
     bitmap = np.packbits(dirty, bitorder="little").tobytes().ljust(_BITMAP_BYTES, b"\0")
     units = raw[np.repeat(dirty, UNIT_BYTES)[: raw.size]]
-    return bitmap + pack_planes(rotated(numbers(units, width)), ways)
+    return bitmap + pack_planes(numbers(units, width), layout)
 
 
 def _decode_dirty(stored: memoryview, out: Bytes, width: int, parent: Bytes) -> None:
@@ -203,6 +200,5 @@ def _decode_dirty(stored: memoryview, out: Bytes, width: int, parent: Bytes) -> 
     inside = np.repeat(dirty[:count], UNIT_BYTES)[: out.size]
     units = np.empty(int(np.count_nonzero(inside)) // width, NUMBER[width])
     unpack_planes(stored[_BITMAP_BYTES:], units)
-    rotate_back(units)
     out[:] = parent
     out[inside] = units.view(np.uint8)

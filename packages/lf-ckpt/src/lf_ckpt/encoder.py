@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .choose import Choice, StreamChooser
-from .codec import Bytes
+from .codec import Bytes, Layout
 from .deltas import dirty_units, encode, encode_dirty
 from .format import DELTAS, DIRTY, PLANES, RAW, SAME, align, hash128
 from .manifest import StreamKey
@@ -62,7 +62,7 @@ class Encoder:
         """Start a stream of numbers of `width` bytes."""
         self.end()
         self._key, self._width = key, width
-        self._chooser = StreamChooser(width, self._mode, self._parent, self._dirty)
+        self._chooser = StreamChooser(width, self._mode, self._parent, self._dirty, lambda: self.tied)
 
     def end(self) -> None:
         """End of a stream: where no delta paid, none is tried again on this base."""
@@ -96,7 +96,7 @@ class Encoder:
             return Encoded(SAME, digest, bytes(16), b"", same)
         codec, payload = choice.codec, None
         if codec in DELTAS:
-            payload = self._delta(codec, choice.ways, start, raw)
+            payload = self._delta(codec, choice.layout, start, raw)
             codec = codec if payload is not None else choice.alone
         if codec == PLANES:
             payload = encode(PLANES, choice.plain, raw, self._width, None)
@@ -104,7 +104,7 @@ class Encoder:
             return Encoded(RAW, digest, digest, raw.data)
         return Encoded(codec, digest, hash128(payload), payload)
 
-    def _delta(self, codec: int, ways: tuple[int, ...], start: int, raw: Bytes) -> bytes | None:
+    def _delta(self, codec: int, layout: Layout, start: int, raw: Bytes) -> bytes | None:
         """Payload against the base; None when the base lacks the extent, fails, or has the same bytes."""
         units = self._dirty(start, raw) if codec == DIRTY else None
         if units is None:
@@ -112,9 +112,9 @@ class Encoder:
             if before is None:
                 return None
             if codec != DIRTY:
-                return encode(codec, ways, raw, self._width, before)
+                return encode(codec, layout, raw, self._width, before)
             units = dirty_units(raw, before)
-        return encode_dirty(raw, self._width, units, ways)
+        return encode_dirty(raw, self._width, units, layout)
 
     def _same(self, digest: bytes, size: int) -> int | None:
         return self._table.get(digest) if self._table is not None and self._may_refer(size) else None
