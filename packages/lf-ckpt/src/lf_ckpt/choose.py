@@ -111,6 +111,11 @@ class StreamChooser:
 
 def _deltas(raw: Bytes, before: Bytes, part: slice, width: int, without: Choice) -> list[Choice]:
     """Every delta codec with its share on the sample."""
+    changed, old_changed = numbers(raw, width), numbers(before, width)
+    at = np.flatnonzero(changed != old_changed)
+    few = at.size <= _FEW_CHANGED * changed.size
+    if few:
+        part = slice(0, raw.size)  # changes may cluster, where a part tells little
     values, old = numbers(raw[part], width), numbers(before[part], width)
     size = part.stop - part.start
     distance = difference(values, old)
@@ -118,9 +123,7 @@ def _deltas(raw: Bytes, before: Bytes, part: slice, width: int, without: Choice)
     for codec, coded in ((SUB, distance), (XOR, values ^ old)):
         planned = plan_planes(coded)
         choices.append(without._replace(codec=codec, layout=planned.layout, share=planned.size / size))
-    changed, old_changed = numbers(raw, width), numbers(before, width)
-    at = np.flatnonzero(changed != old_changed)
-    if 0 < at.size <= _FEW_CHANGED * changed.size:
+    if few and at.size:
         choices.append(_changed(changed[at], old_changed[at], at, raw.size, without))
     if at.size:
         share = dirty_units(raw, before).mean() * without.full

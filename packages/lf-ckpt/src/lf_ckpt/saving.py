@@ -176,6 +176,8 @@ def _next_base(
             parents.bind(StoredBase(*at, job.begun.rank))
         elif job.base is not None and job.base.parents is not None:
             parents = stored_parents(*at, job.begun.rank)
+        if job.base is not None and job.base.parents is not None and job.base.parents.failed is not None:
+            return None, f"{job.base.parents.note()}; this and the next save are full"
         note = "" if parents is None else f"base: {parents.kept_bytes} bytes kept in memory"
         return Base(step.folder, step.root, writer.table(), parents), note
     base = job.base
