@@ -189,9 +189,7 @@ def _next_base(
     return None, f"{base.parents.note()}; the next save is full: {why}"
 
 
-def _report(
-    job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome, deltas: str
-) -> SaveReport:
+def _report(job: SaveJob, writer: DataFileWriter, file: DataFile, step: Outcome, deltas: str) -> SaveReport:
     handle = job.handle
     return SaveReport(
         step=handle.step,
