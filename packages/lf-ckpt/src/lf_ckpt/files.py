@@ -15,7 +15,7 @@ from collections.abc import Sequence
 
 from .storage import LOCAL, Buffer, Storage, Traits
 
-__all__ = ["Buffer", "FileLayer", "gone", "read_all"]
+__all__ = ["Buffer", "FileLayer", "exhausted", "gone", "read_all"]
 _NO_LOCK = (errno.EINVAL, errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP)
 
 
@@ -62,8 +62,8 @@ class FileLayer:
             return False
 
     def open(self, path: str) -> int:
-        """Open `path` for reading."""
-        return os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Open `path` for reading; a pipe of that name does not make the caller wait for a writer."""
+        return os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
 
     def close(self, fd: int) -> None:
         """Close a descriptor."""
@@ -127,8 +127,12 @@ class FileLayer:
         return os.listdir(path)
 
     def exists(self, path: str) -> bool:
-        """Whether a path exists."""
-        return os.path.lexists(path)
+        """Whether a path exists. An answer that cannot be had is an error: "no" would mark a step as unfinished."""
+        try:
+            os.lstat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def free(self, path: str) -> int:
         """Bytes that an unprivileged process can still write to the file system of `path`."""
@@ -234,3 +238,8 @@ def gone(error: BaseException) -> bool:
     return isinstance(error, FileNotFoundError) or (
         isinstance(error, OSError) and error.errno == errno.ESTALE
     )
+
+
+def exhausted(error: BaseException) -> bool:
+    """Whether an error says that this process or host lacks descriptors or memory: nothing about the file."""
+    return isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from collections.abc import Callable
 
+from .errors import CkptError
 from .progress import Progress
 from .report import SaveReport
 
@@ -29,6 +31,7 @@ class SaveHandle:
         self._report: SaveReport | None = None
         self._error: BaseException | None = None
         self._on_delivered = on_delivered
+        self._pid = os.getpid()
 
     @property
     def staged(self) -> bool:
@@ -52,6 +55,7 @@ class SaveHandle:
 
     def wait_staged(self, timeout: float | None = None) -> None:
         """Block until the tensors may change. Raises the save's error, or TimeoutError after `timeout` seconds."""
+        self._check_process(self._staging_over)
         if not self._staging_over.wait(timeout):
             raise TimeoutError(f"step {self.step} is not staged after {timeout} s")
         if not self.staged:
@@ -68,6 +72,7 @@ class SaveHandle:
 
     def wait(self, timeout: float | None = None) -> SaveReport:
         """Block until durable. Raises the save's error (CkptError, DiskFullError, OSError) or TimeoutError."""
+        self._check_process(self._over)
         if not self._over.wait(timeout):
             raise TimeoutError(f"step {self.step} is not durable after {timeout} s")
         self._on_delivered(self)
@@ -75,6 +80,13 @@ class SaveHandle:
             assert self._error is not None
             raise self._error
         return self._report
+
+    def _check_process(self, event: threading.Event) -> None:
+        """CkptError instead of waiting for ever: the threads that save are not in a forked child."""
+        if os.getpid() != self._pid and not event.is_set():
+            raise CkptError(
+                f"step {self.step} is being saved by process {self._pid}; a forked child cannot wait"
+            )
 
     def _mark(self, state: str) -> None:
         self._at[state] = time.perf_counter() - self._began

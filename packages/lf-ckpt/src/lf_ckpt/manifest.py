@@ -343,7 +343,9 @@ def _tensor(value: dict[str, Any], files: Sequence[DataFile]) -> TensorEntry:
         for s in value["shards"]
     )
     entry = TensorEntry(name, dtype, _counts(shape), shards)
-    _require(entry.nbytes < 1 << 63, "tensor too large")
+    # torch computes the strides of an empty tensor as if no dimension were 0, and fails when they overflow.
+    strides = math.prod(max(n, 1) for n in entry.shape)
+    _require(max(entry.nbytes, strides) < 1 << 63, "tensor too large")
     problem = cover_problem(entry.shape, [shard.box for shard in shards])
     _require(problem is None, f"{name[:40]!r}: {problem}")
     return entry

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -152,6 +153,8 @@ def _check_tensor(name: object, tensor: object) -> None:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
         kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
         raise UnsupportedError(f"{name}: {kind} tensors have no plain bytes; convert it first")
+    if math.prod(max(n, 1) for n in tensor.shape) >= 1 << 63:
+        raise UnsupportedError(f"{name}: an empty tensor of shape {list(tensor.shape)} cannot be made again")
 
 
 def _stream(name: str, tensor: torch.Tensor) -> Stream:

@@ -16,7 +16,7 @@ import numpy as np
 from .codec import Bytes, CodecError
 from .deltas import decode
 from .errors import CorruptError
-from .files import read_all
+from .files import gone, read_all
 from .format import (
     ALIGN,
     DELTAS,
@@ -257,6 +257,10 @@ class StepReader:
         try:
             manifest = read_manifest(self._files, self._steps, parent.folder)
         except OSError as error:
+            if not gone(error):
+                raise
+            if not self._files.exists(os.path.join(self.path, MANIFEST)):
+                raise  # this step has just been retired, and its base after it; that is no damage
             raise CorruptError(path, f"base of step {self.manifest.step} is missing") from error
         if manifest.root != parent.root:
             raise CorruptError(path, "base is another save", expected=parent.root, found=manifest.root)

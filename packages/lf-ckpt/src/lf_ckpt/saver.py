@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 from collections.abc import Callable, Iterable, Sequence
@@ -12,6 +13,7 @@ from typing import TypeAlias
 import torch
 
 from .catalog import Catalog
+from .crew import Crew
 from .errors import CkptError
 from .fence import ends_in, gate_of, in_order_of_change
 from .handle import SaveHandle
@@ -44,9 +46,7 @@ class Saver:
         self._writer = ThreadPoolExecutor(1, "lf-ckpt-write", initializer=settle)
         self._stager = ThreadPoolExecutor(1, "lf-ckpt-stage")
         threads = options.threads
-        self._pool = (
-            ThreadPoolExecutor(threads, "lf-ckpt-encode", initializer=settle) if threads > 1 else None
-        )
+        self._pool = Crew(threads, "lf-ckpt-encode", settle) if threads > 1 else None
         self._slab: Slab | None = None
         self._slab_note = ""
         self._early_slab: Future[None] | None = None
@@ -84,15 +84,19 @@ class Saver:
         job = self._prepare(handle, begun) if begun is not None else None
         if job is None:
             return handle
-        if overlap:
-            ends = ends_in(job.plan, optimizers)
-            self._stage_behind(job)
-            if gates:
-                handle._progress.fence(ends[0])
-            for gate, end in zip(gates, ends[1:], strict=True):
-                gate.arm(handle._progress, end)
-        else:
-            self._stage_now(job)
+        try:
+            if overlap:
+                ends = ends_in(job.plan, optimizers)
+                self._stage_behind(job)
+                if gates:
+                    handle._progress.fence(ends[0])
+                for gate, end in zip(gates, ends[1:], strict=True):
+                    gate.arm(handle._progress, end)
+            else:
+                self._stage_now(job)
+        except BaseException as error:
+            self._withdraw(job, error)
+            raise
         return handle
 
     def settle(self) -> None:
@@ -126,7 +130,6 @@ class Saver:
         """Finish the save in flight and free threads and slab. Idempotent."""
         if self._down:
             return
-        self._down = True
         for pool in (self._stager, self._writer, self._pool):
             if pool is not None:
                 pool.shutdown(wait=True)
@@ -134,6 +137,7 @@ class Saver:
         if self._slab is not None:
             self._slab.close()
         self._slab = self.base = self._parents = None
+        self._down = True  # last: after a Ctrl-C in here the next call waits for the rest
 
     def _begin(self, handle: SaveHandle, plan: Plan) -> Begun | None:
         """Agree with the other ranks, if any; None when that failed and the handle knows.
@@ -166,6 +170,8 @@ class Saver:
     def _prepare(self, handle: SaveHandle, begun: Begun) -> SaveJob | None:
         """Slab and open data file of a save; None when the store cannot be written and the handle knows."""
         try:
+            if self._pool is not None:
+                self._pool.start()
             slab = self._ensure_slab(begun.plan)
             if self.base is None:
                 self._parents = new_parents(self._options, begun.plan.raw_bytes, self._parents)
@@ -205,6 +211,21 @@ class Saver:
         ended = self._writer.submit(fail)
         if self._team.world == 1:
             ended.result()
+
+    def _withdraw(self, job: SaveJob, error: BaseException) -> None:
+        """End a save that the caller could not hand over: Ctrl-C, no thread to be had, an interpreter that exits."""
+        step = job.handle.step
+        job.incoming.put(CkptError(f"step {step} was interrupted before it was all copied: {error!r}"))
+        if not job.taken:  # nobody will see that: the writer thread never got the job
+            with contextlib.suppress(OSError):
+                job.sink.close()
+            self._team.fail(job.begun, error)
+            job.handle._finish(None, error)
+
+    def _hand_over(self, job: SaveJob) -> None:
+        """Give the job to the writer thread; RuntimeError where there is none."""
+        self._writer.submit(self._run, job)
+        job.taken = True
 
     def _predict(self, plan: Plan, slab: Slab) -> float | None:
         """Seconds that the caller, or its optimizer, will wait for the disk; logged when there are any."""
@@ -253,19 +274,19 @@ class Saver:
     def _stage_now(self, job: SaveJob) -> None:
         """Copy while the caller stands still."""
         if job.plan.slab_bytes > job.slab.size:
-            self._writer.submit(self._run, job)
+            self._hand_over(job)
             self._finish_staging(job, self._stage(job))
             return
         # The writer would only compete for memory bandwidth until all is copied.
         try:
             self._finish_staging(job, self._stage(job))
         finally:
-            self._writer.submit(self._run, job)
+            self._hand_over(job)
 
     def _stage_behind(self, job: SaveJob) -> None:
         """Copy while the caller goes on: queued here where that takes no time, else by the staging thread."""
         streams = side_streams(job.plan)
-        self._writer.submit(self._run, job)
+        self._hand_over(job)
         host_bytes = sum(s.nbytes for s in job.plan.streams if not s.on_device)
         if job.plan.on_device and job.plan.slab_bytes <= job.slab.size and host_bytes <= QUEUED_HOST_BYTES:
             # One thread queues all: a second one would fight the forward pass for the interpreter lock.
@@ -314,8 +335,8 @@ class Saver:
         except BaseException as error:
             self._fail(job.handle, job.folder, job.plan, error)
             return
+        job.handle._finish(report, None)  # before the log line: a handler of the user may fail
         _log.info("%s: step %d durable: %s", self._catalog.path, report.step, report)
-        job.handle._finish(report, None)
 
     def _save(self, job: SaveJob) -> SaveReport:
         """Write and commit, then retire old steps."""
@@ -341,11 +362,11 @@ class Saver:
 
     def _fail(self, handle: SaveHandle, folder: str, plan: Plan, error: BaseException) -> None:
         """End a save with an error, to be raised once more at the next call if nobody waits for the handle."""
-        _log.error("%s: save of step %d failed: %s", self._catalog.path, handle.step, error)
         self.base = None
         self._undelivered = error
         warn = self._options.on_error == "warn" and isinstance(error, Exception)
         handle._finish(failed_report(handle, folder, plan, error) if warn else None, error)
+        _log.error("%s: save of step %d failed: %s", self._catalog.path, handle.step, error)
 
     def _delivered(self, handle: SaveHandle) -> None:
         if handle is self.current:

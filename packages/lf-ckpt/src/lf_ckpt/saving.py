@@ -51,6 +51,7 @@ class SaveJob:
     compress: str
     slab: Slab
     slab_note: str
+    taken: bool = False  # by the writer thread
     incoming: queue.SimpleQueue[Staged | BaseException | None] = field(default_factory=queue.SimpleQueue)
 
     @property

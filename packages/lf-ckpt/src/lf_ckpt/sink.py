@@ -5,9 +5,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 from .codec import Bytes
+from .crew import Crew
 from .engines import Engine, Ring, RingEngine, ThreadEngine, find_ring, require_ring
 from .errors import CkptError
 from .format import ALIGN, EXTENT_BYTES
@@ -85,7 +85,7 @@ class Writing:
         self._files, self._options = files, options
         self._ring, self._why_not = _choose_ring(files, options)
         self.priority_note = ""
-        self._pool = ThreadPoolExecutor(options.writers, "lf-ckpt-pwrite", initializer=self.settle_thread)
+        self._pool = Crew(options.writers, "lf-ckpt-pwrite", self.settle_thread)
         self._throttle = Throttle(options.rate_limit) if options.rate_limit is not None else None
 
     def settle_thread(self) -> None:
@@ -96,7 +96,8 @@ class Writing:
         self.priority_note = lower_priority()
 
     def open(self, path: str, slab: Slab, state_bytes: int) -> Sink:
-        """Create the data file `path`; no trace of it when that fails."""
+        """Create the data file `path`; no trace of it when that fails. RuntimeError where no thread can be started."""
+        self._pool.start()
         fds = [self._files.create(path)]
         try:
             engine, note = self._engine(path, slab, state_bytes, fds)

@@ -15,7 +15,7 @@ import torch
 from .catalog import Catalog
 from .errors import CkptError, CorruptError, NoCheckpointError, RankFailedError, UploadError
 from .fetch import ReadIo
-from .files import gone
+from .files import exhausted, gone
 from .handle import SaveHandle
 from .jsonio import Json
 from .loading import Wanted, describe, load_step, verified_base
@@ -34,6 +34,7 @@ from .retention import Rule
 from .saver import Saver
 from .storage import Mode, Storage
 from .team import Alone, Together
+from .turns import Turn
 from .upload import Upload
 from .voting import together
 
@@ -47,7 +48,7 @@ _SCANS = 3  # a writer may retire every step that was listed before a reader ope
 
 
 class Store:
-    """A checkpoint directory; made by `open`. Calls come from one thread at a time; handles are thread-safe."""
+    """A checkpoint directory; made by `open`. Saves of several threads take turns; handles are thread-safe."""
 
     def __init__(
         self,
@@ -64,6 +65,8 @@ class Store:
         self._catalog = Catalog(storage, where)
         self._pid = os.getpid()
         self._closed = False
+        self._over = False
+        self._turn = Turn(self.path)
         self._lock: StoreLock | None = None
         self._saver: Saver | None = None
         self._mirror: Mirror | None = None
@@ -108,7 +111,7 @@ class Store:
         Raises UnsupportedError before anything is written, the error of the save before (on_error="raise"),
         RankFailedError and PeerLostError in a group, and CkptError on a closed or read-only store or in a forked child.
         """
-        saver = self._writable()
+        self._writable()
         if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
         optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
@@ -120,7 +123,8 @@ class Store:
             self._raise_upload_error()
             return make_plan(tensors, items or {}, metrics, name)
 
-        return saver.start(step, plan, overlap, optimizers)
+        with self._turn:
+            return self._writable().start(step, plan, overlap, optimizers)
 
     def load(
         self,
@@ -176,6 +180,8 @@ class Store:
                     if self._peers is None and self._retired(folder, error):
                         vanished = True
                         continue
+                    if exhausted(error):
+                        raise
                     fallbacks[folder] = (_step_of(folder), describe(error))
                     self._note_damage(folder, error)
                 else:
@@ -240,13 +246,17 @@ class Store:
 
     def close(self) -> None:
         """Finish the save in flight, wait for uploads, unlock; then raise an error that nobody has seen yet."""
-        if self._closed:
-            return
-        self._closed = True
         if os.getpid() != self._pid:
+            self._closed = True
             return
+        with self._turn:
+            if self._over:
+                return
+            self._closed = True
+        # Ctrl-C in here leaves the lock held, for the writer may be at work: closing again goes on from here.
         if self._saver is not None:
             self._saver.shut_down()
+        self._over = True
         try:
             if self._mirror is not None:
                 self._mirror.close()

@@ -239,7 +239,7 @@ def _publish(
         store=catalog.store_id,
         step=begun.step,
         folder=begun.folder,
-        created=int(time.time()),
+        created=max(int(time.time()), 0),  # a clock that was never set must not spoil the step
         versions=versions,
         metrics=begun.plan.metrics,
         seconds=seconds,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import CorruptError, PeerLostError, RankFailedError
+from .files import exhausted
 from .jsonio import Json
 from .peers import Peers
 
@@ -23,7 +24,8 @@ class Verdict:
 
 def vote(peers: Peers, error: BaseException | None) -> Verdict:
     """Every rank says whether it has succeeded; all get the same verdict."""
-    damage = isinstance(error, CorruptError | OSError)
+    # A rank without descriptors or memory says nothing about the files: no reason to go back to an older step.
+    damage = isinstance(error, CorruptError | OSError) and not exhausted(error)
     mine = {"error": None if error is None else f"{type(error).__name__}: {error}", "damage": damage}
 
     def decide(told: list[Any]) -> list[Json]:

@@ -1,0 +1,563 @@
+"""Threads, signals, forks, exits, limits and moved files: nothing hangs, nothing wrong is stored, errors are typed."""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import resource
+import shutil
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from ckpt_states import assert_same, state
+
+import lf_ckpt
+from lf_ckpt import cli
+from lf_ckpt.storage import Buffer
+
+pytestmark = pytest.mark.timeout(60)
+
+
+def python(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
+    """Run a program of its own; it may not outlive a minute."""
+    command = [sys.executable, "-c", textwrap.dedent(code), *map(str, arguments)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=50, check=False)
+
+
+# -- readers beside a writer -----------------------------------------------------------------------------------------
+
+
+class RetiresMeanwhile(lf_ckpt.FileLayer):
+    """Just before `name` of a folder is opened, a writer saves a new step and retires all older ones."""
+
+    def __init__(self, path: Path, folder: str, name: str) -> None:
+        self.path, self.target, self.done = path, f"{folder}/{name}", False
+
+    def open(self, path: str) -> int:
+        if path.endswith(self.target) and not self.done:
+            self.done = True
+            with lf_ckpt.open(self.path, keep=[lf_ckpt.Last(1)]) as store:
+                store.save(9, state(9)).wait()
+        return super().open(path)
+
+
+@pytest.mark.parametrize(
+    ("folder", "name"), [("2", "MANIFEST"), ("2", "rank-0.lfckpt"), ("1", "MANIFEST"), ("1", "rank-0.lfckpt")]
+)
+def test_a_delta_and_its_base_that_go_while_a_reader_opens_them_are_no_damage(
+    tmp_path: Path, folder: str, name: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        assert store.save(2, {**state(1), "step": torch.tensor(2)}).wait().kind == "delta"
+    files = RetiresMeanwhile(tmp_path, folder, name)
+    with lf_ckpt.open(tmp_path, read_only=True, files=files) as reader:
+        loaded = reader.load()
+
+    assert files.done
+    assert loaded.step == 9
+    assert loaded.report.fallbacks == ()
+    assert_same(loaded.tensors, state(9))
+    assert "cannot be used" not in caplog.text
+
+
+def test_an_explicit_step_that_goes_while_it_is_read_is_named(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+    files = RetiresMeanwhile(tmp_path, "1", "rank-0.lfckpt")
+    with (
+        lf_ckpt.open(tmp_path, read_only=True, files=files) as reader,
+        pytest.raises(lf_ckpt.NoCheckpointError, match="step 1: a writer removed it"),
+    ):
+        reader.load(1)
+
+
+def test_a_reader_in_a_loop_beside_fifty_retentions_always_gets_a_whole_step(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path, keep=[lf_ckpt.Last(1)], full_every=3) as store:
+        store.save(0, state(0, size=2000)).wait()
+        over, seen, errors = threading.Event(), [], []
+
+        def read() -> None:
+            try:
+                with lf_ckpt.open(tmp_path, read_only=True) as reader:
+                    while not over.is_set():
+                        loaded = reader.load()
+                        assert loaded.report.fallbacks == ()
+                        assert_same(loaded.tensors, state(loaded.step, size=2000))
+                        seen.append(loaded.step)
+            except BaseException as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=read)
+        thread.start()
+        for step in range(1, 51):
+            store.save(step, state(step, size=2000)).wait()
+        over.set()
+        thread.join()
+
+    assert errors == []
+    assert seen == sorted(seen)
+    assert len(seen) > 3
+
+
+# -- the process lacks something -------------------------------------------------------------------------------------
+
+
+@contextmanager
+def few_descriptors(spare: int) -> Iterator[None]:
+    """Room for `spare` more open files."""
+    lowest = os.open("/dev/null", os.O_RDONLY)
+    os.close(lowest)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (lowest + spare, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+
+def test_too_few_descriptors_are_an_error_and_no_reason_to_load_an_older_step(tmp_path: Path) -> None:
+    """A delta needs two files open, its base one: falling back would resume from an older step."""
+    new = {**state(1), "step": torch.tensor(2)}
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        assert store.save(2, new).wait().kind == "delta"
+        for spare in range(6):
+            with few_descriptors(spare):
+                try:
+                    loaded = store.load()
+                except OSError as error:
+                    assert error.errno == errno.EMFILE  # noqa: PT017
+                else:
+                    assert (loaded.step, loaded.report.fallbacks) == (2, ())
+        assert_same(store.load().tensors, new)
+
+
+def test_a_save_without_descriptors_fails_and_the_next_one_works(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        failed = 0
+        for spare in range(4):
+            with few_descriptors(spare):
+                try:
+                    store.save(10 + spare, state(2)).wait()
+                except OSError as error:
+                    assert error.errno == errno.EMFILE  # noqa: PT017
+                    failed += 1
+        assert failed > 0
+        store.save(20, state(3)).wait()
+        assert_same(store.load().tensors, state(3))
+    assert cli.main(["verify", str(tmp_path), "--deep"]) == 0
+
+
+LITTLE_MEMORY = """
+import resource, sys, torch, lf_ckpt
+torch.set_num_threads(1)
+state = {"x": torch.arange(2_000_000.0)}
+with lf_ckpt.open(sys.argv[1]) as store:
+    store.save(1, state).wait()
+    big = torch.zeros(1).expand(400 << 20)
+    pages = int(open("/proc/self/statm").read().split()[0])
+    _, hard = resource.getrlimit(resource.RLIMIT_AS)
+    resource.setrlimit(resource.RLIMIT_AS, (pages * 4096 + (256 << 20), hard))
+    try:
+        store.save(2, {"x": big}).wait()
+    except (MemoryError, OSError, RuntimeError, lf_ckpt.CkptError) as error:
+        print("refused", type(error).__name__)
+    resource.setrlimit(resource.RLIMIT_AS, (hard, hard))
+    store.save(3, state).wait()
+    assert torch.equal(store.load(3).tensors["x"], state["x"])
+    print("steps", store.steps())
+"""
+
+
+def test_a_save_that_finds_no_memory_is_an_error_and_the_next_one_works(tmp_path: Path) -> None:
+    done = python(LITTLE_MEMORY, tmp_path / "store")
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] in ("steps (1, 3)", "steps (1, 2, 3)")
+
+
+# -- threads, signals, forks -----------------------------------------------------------------------------------------
+
+
+def test_two_threads_that_save_take_turns(tmp_path: Path) -> None:
+    """Documented as one thread at a time; the slab is shared, so a second one inside would store a mixture."""
+    errors: list[BaseException] = []
+    with lf_ckpt.open(tmp_path, full_every=0, compress="raw") as store:
+
+        def save(first: int) -> None:
+            try:
+                for step in range(first, first + 8):
+                    store.save(step, {"x": torch.full((300_000,), float(step))})
+            except BaseException as error:
+                errors.append(error)
+
+        threads = [threading.Thread(target=save, args=(first,)) for first in (0, 100, 200)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        store.wait()
+        assert errors == []
+        for step in store.steps():
+            assert bool((store.load(step).tensors["x"] == step).all()), step
+        assert len(store.steps()) == 24
+
+
+def test_closing_during_a_save_of_another_thread_ends_both(tmp_path: Path) -> None:
+    for _ in range(5):
+        store = lf_ckpt.open(tmp_path)
+        ended: list[object] = []
+
+        def save(store: lf_ckpt.Store = store, ended: list[object] = ended) -> None:
+            try:
+                for step in range(50):
+                    store.save(step, state(step))
+            except lf_ckpt.CkptError as error:
+                ended.append(error)
+
+        thread = threading.Thread(target=save)
+        thread.start()
+        store.close()
+        thread.join()
+        assert len(ended) <= 1
+        lf_ckpt.open(tmp_path).close()
+    assert cli.main(["verify", str(tmp_path), "--deep"]) == 0
+
+
+class Signals(lf_ckpt.FileLayer):
+    """Sends a signal to this process at the creation of a data file, so its handler runs inside `save`."""
+
+    def __init__(self, number: int) -> None:
+        self.number, self.armed = number, False
+
+    def create(self, path: str) -> int:
+        if self.armed and path.endswith(".lfckpt"):
+            self.armed = False
+            signal.raise_signal(self.number)
+        return super().create(path)
+
+
+def test_ctrl_c_inside_a_save_costs_that_save_only(tmp_path: Path) -> None:
+    files = Signals(signal.SIGINT)
+    with lf_ckpt.open(tmp_path, files=files) as store:
+        store.save(1, state(1)).wait()
+        files.armed = True
+        with pytest.raises(KeyboardInterrupt):
+            store.save(2, state(2))
+        store.save(3, state(3)).wait()
+        assert_same(store.load().tensors, state(3))
+        assert store.steps() == (1, 3)
+
+
+def test_ctrl_c_while_the_state_is_copied_costs_that_save_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from lf_ckpt import staging
+
+    copy, left = staging.copy_range, [5]
+
+    def interrupted(*arguments: object, **options: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            signal.raise_signal(signal.SIGINT)
+        copy(*arguments, **options)  # type: ignore[arg-type]
+
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        monkeypatch.setattr(staging, "copy_range", interrupted)
+        left[0] = 3
+        with pytest.raises(KeyboardInterrupt):
+            store.save(2, state(2))
+        with pytest.raises(lf_ckpt.CkptError, match="interrupted"):
+            store.save(3, state(3))
+        store.save(3, state(3)).wait()
+        assert store.steps() == (1, 3)
+
+
+def test_saving_from_a_signal_handler_inside_a_save_is_refused_and_does_not_hang(tmp_path: Path) -> None:
+    files, met = Signals(signal.SIGUSR1), []
+
+    def handler(*_: object) -> None:
+        try:
+            store.save(3, state(3))
+        except lf_ckpt.CkptError as error:
+            met.append(str(error))
+
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with lf_ckpt.open(tmp_path, files=files) as store:
+            store.save(1, state(1)).wait()
+            files.armed = True
+            store.save(2, state(2)).wait()
+            assert_same(store.load().tensors, state(2))
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert len(met) == 1
+    assert "inside" in met[0]
+
+
+class Slow(lf_ckpt.FileLayer):
+    """Every fsync waits for `gate`."""
+
+    def __init__(self) -> None:
+        self.gate = threading.Event()
+
+    def sync(self, fd: int) -> None:
+        self.gate.wait()
+        super().sync(fd)
+
+
+def test_a_fork_during_a_save_hurts_neither_side(tmp_path: Path) -> None:
+    files = Slow()
+    files.gate.set()
+    with lf_ckpt.open(tmp_path, files=files) as store:
+        store.save(1, state(1)).wait()
+        files.gate.clear()
+        handle = store.save(2, state(2))
+        pid = os.fork()
+        if pid == 0:
+            signal.alarm(30)
+            try:
+                assert_same(store.load().tensors, state(1))
+                with pytest.raises(lf_ckpt.CkptError, match="forked"):
+                    handle.wait()
+                store.close()
+                os._exit(0)
+            finally:
+                os._exit(1)
+        assert os.waitpid(pid, 0)[1] == 0
+        files.gate.set()
+        handle.wait()
+        assert_same(store.load().tensors, state(2))
+
+
+EXIT = """
+import atexit, sys, torch, lf_ckpt
+torch.set_num_threads(1)
+
+def late():
+    try:
+        stores[-1].save(6, {"x": torch.zeros(10)}).wait()
+    except (RuntimeError, lf_ckpt.CkptError) as error:
+        print("refused", type(error).__name__)
+    stores[-1].close()
+    print("closed")
+
+atexit.register(late)
+options = [{}, {"engine": "threads"}, {"threads": 2}, {"slab_bytes": 4 << 20, "engine": "threads", "io": "buffered"}]
+stores = []
+for number, option in enumerate([*options, *options]):
+    stores.append(lf_ckpt.open(f"{sys.argv[1]}/{number}", **option))
+    stores[-1].save(5, {"x": torch.arange(3_000_000.0)}, overlap=number >= len(options))
+"""
+
+
+def test_an_exit_waits_for_saves_in_flight_and_a_save_during_it_does_not_hang(tmp_path: Path) -> None:
+    done = python(EXIT, tmp_path)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "closed"
+    for number in range(8):
+        with lf_ckpt.open(tmp_path / str(number), read_only=True) as store:
+            assert_same(store.load(5).tensors, {"x": torch.arange(3_000_000.0)})
+
+
+class NoThread:
+    """Stands in for an executor of a process that may start no more threads."""
+
+    def submit(self, *_: object) -> None:
+        raise RuntimeError("can't start new thread")
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+@pytest.mark.parametrize("which", ["_writer", "_stager"])
+def test_a_save_that_gets_no_thread_is_an_error_and_the_next_one_works(
+    tmp_path: Path, which: str, overlap: bool
+) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        saver = store._saver
+        real = getattr(saver, which)
+        setattr(saver, which, NoThread())
+        if overlap or which == "_writer":
+            with pytest.raises(RuntimeError, match="thread"):
+                store.save(2, state(2), overlap=overlap)
+        setattr(saver, which, real)
+        try:
+            store.save(3, state(3)).wait()
+        except lf_ckpt.CkptError:  # the writer had the job already: its error comes here
+            store.save(3, state(3)).wait()
+        assert store.steps() == (1, 3)
+        assert_same(store.load().tensors, state(3))
+    assert not (tmp_path / "steps/2").exists()
+
+
+def test_a_log_handler_that_fails_does_not_keep_a_save_from_ending(tmp_path: Path) -> None:
+    class Broken(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            raise ValueError("broken handler")
+
+    log, handler = logging.getLogger("lf_ckpt"), Broken()
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        log.addHandler(handler)
+        level = log.level
+        log.setLevel(logging.INFO)
+        try:
+            assert store.save(2, state(2)).wait(timeout=30).kind == "full"
+        finally:
+            log.removeHandler(handler)
+            log.setLevel(level)
+        assert_same(store.load(2).tensors, state(2))
+
+
+class FailsOnce(lf_ckpt.FileLayer):
+    """When armed, the first write behind the header of a data file waits for `inside` and fails."""
+
+    def __init__(self) -> None:
+        self.armed, self.inside = False, threading.Event()
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> None:
+        if self.armed and offset > 0:
+            self.armed = False
+            assert self.inside.wait(20)
+            raise OSError(errno.EIO, "disk error")
+        super().write(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("overlap", [False, True])
+def test_a_failed_overlapped_save_leaves_nothing_in_the_slab_of_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, overlap: bool
+) -> None:
+    """The copier of the failed save is held inside the slab while the next save begins."""
+    from lf_ckpt import staging
+
+    files, copy, gate, left = FailsOnce(), staging.copy_range, threading.Event(), [3]
+
+    def slow(*arguments: object, **options: object) -> None:
+        left[0] -= 1
+        if left[0] == 0:
+            files.inside.set()
+            gate.wait(20)
+        copy(*arguments, **options)  # type: ignore[arg-type]
+
+    old = {f"t{i}": torch.full((100_000,), float(i)) for i in range(6)}
+    new = {name: tensor + 100 for name, tensor in old.items()}
+    with lf_ckpt.open(tmp_path, files=files, compress="raw") as store:
+        store.save(1, old).wait()
+        monkeypatch.setattr(staging, "copy_range", slow)
+        files.armed = True
+        handle = store.save(2, {name: tensor - 1 for name, tensor in old.items()}, overlap=True)
+        with pytest.raises(OSError, match="disk error"):
+            handle.wait(20)
+        threading.Timer(0.3, gate.set).start()
+        store.save(3, new, overlap=overlap).wait()
+        assert_same(store.load(3).tensors, new)
+
+
+# -- places and clocks -----------------------------------------------------------------------------------------------
+
+
+def test_a_store_that_is_moved_while_open_fails_its_next_save_and_stays_whole(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "a") as store:
+        store.save(1, state(1)).wait()
+        shutil.move(tmp_path / "a", tmp_path / "b")
+        with pytest.raises(OSError, match="No such file"):
+            store.save(2, state(2)).wait()
+        shutil.move(tmp_path / "b", tmp_path / "a")
+        store.save(3, state(3)).wait()
+        assert store.steps() == (1, 3)
+
+
+@pytest.mark.parametrize("now", [-5.0, 0.0, 4e9])
+def test_a_clock_that_jumps_costs_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: float
+) -> None:
+    from lf_ckpt import team
+
+    with lf_ckpt.open(tmp_path, keep=[lf_ckpt.EverySeconds(60), lf_ckpt.Last(2)]) as store:
+        store.save(1, state(1)).wait()
+        monkeypatch.setattr(team.time, "time", lambda: now)
+        for step in (2, 3, 4):
+            store.save(step, state(step)).wait()
+        assert_same(store.load().tensors, state(4))
+        assert store.steps()[-2:] == (3, 4)
+
+
+def test_steps_that_go_back_are_kept_and_load_by_number(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path, keep=[lf_ckpt.Last(2)]) as store:
+        for step in (10, 11, 5, 4):
+            store.save(step, state(step)).wait()
+            assert_same(store.load(step).tensors, state(step))
+        assert store.load().step == 11
+
+
+class SwapsFile(lf_ckpt.FileLayer):
+    """Overwrites a byte of the data file after `reads` reads of it: between the check and the copy of a load."""
+
+    def __init__(self, path: Path, reads: int) -> None:
+        self.path, self.left, self.fd = path, reads, -1
+
+    def open(self, path: str) -> int:
+        fd = super().open(path)
+        if path == str(self.path):
+            self.fd = fd
+        return fd
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        if fd == self.fd:
+            self.left -= 1
+            if self.left == 0:
+                data = bytearray(self.path.read_bytes())
+                for at in range(4096, len(data) - 8192, 4096):
+                    data[at] ^= 1
+                self.path.write_bytes(data)
+        return super().read(fd, view, offset)
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_a_file_that_changes_while_it_is_read_never_loads_wrong(tmp_path: Path, in_place: bool) -> None:
+    wanted = state(1)
+    with lf_ckpt.open(tmp_path / "good") as store:
+        store.save(1, wanted).wait()
+    for reads in range(1, 14):
+        path = tmp_path / str(reads)
+        shutil.copytree(tmp_path / "good", path)
+        into = {name: torch.zeros_like(tensor) for name, tensor in wanted.items()} if in_place else None
+        files = SwapsFile(path / "steps/1/rank-0.lfckpt", reads)
+        with lf_ckpt.open(path, read_only=True, files=files) as store:
+            try:
+                assert_same(store.load(1, into=into).tensors, wanted)
+            except lf_ckpt.CorruptError as error:
+                assert error.path.endswith("rank-0.lfckpt")  # noqa: PT017
+
+
+def test_a_pipe_or_folder_in_place_of_a_file_is_damage_and_does_not_block(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, state(1)).wait()
+        store.save(2, state(2)).wait()
+    for name in ("MANIFEST", "rank-0.lfckpt"):
+        path = tmp_path / "steps/2" / name
+        kept = path.read_bytes()
+        for make in (os.mkfifo, os.mkdir):
+            path.unlink()
+            make(path)
+            with lf_ckpt.open(tmp_path, read_only=True) as store:
+                assert store.load().step == 1
+                with pytest.raises((lf_ckpt.CorruptError, OSError)):
+                    store.load(2)
+            assert cli.main(["verify", str(tmp_path)]) == 1
+            path.rmdir() if path.is_dir() else path.unlink()
+            path.write_bytes(kept)
+    assert cli.main(["verify", str(tmp_path)]) == 0
