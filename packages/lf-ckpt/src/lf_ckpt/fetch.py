@@ -10,7 +10,7 @@ import contextlib
 import errno
 import mmap
 import os
-import threading
+import queue
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Literal, NamedTuple, TypeAlias, get_args
 
@@ -30,7 +30,7 @@ Found: TypeAlias = tuple[OpenFile, int, Extent]
 RUN_BYTES = 4 << 20
 _SAMPLES = 8
 _ALIGNMENTS = (1, 512, ALIGN)  # what devices ask of memory; NVMe drives often less than a sector
-_local = threading.local()
+_bounces: queue.SimpleQueue[Bytes] = queue.SimpleQueue()
 
 
 class Run(NamedTuple):
@@ -105,9 +105,10 @@ class DirectFile:
         whole = view.size // ALIGN * ALIGN
         got = self._blocks(view[:whole], offset)
         if got == whole < view.size:
-            block = _bounce()[:ALIGN]
-            tail = min(self._blocks(block, offset + whole), view.size - whole)
-            view[whole : whole + tail] = block[:tail]
+            with _bounce() as bounce:
+                block = bounce[:ALIGN]
+                tail = min(self._blocks(block, offset + whole), view.size - whole)
+                view[whole : whole + tail] = block[:tail]
             got += tail
         return got
 
@@ -137,14 +138,15 @@ class DirectFile:
         self.refused = True
 
     def _bounced(self, view: Bytes, offset: int) -> int:
-        bounce, got = _bounce(), 0
-        while got < view.size:
-            part = bounce[: min(bounce.size, view.size - got)]
-            count = self._blocks(part, offset + got)
-            view[got : got + count] = part[:count]
-            got += count
-            if count < part.size:
-                break
+        got = 0
+        with _bounce() as bounce:
+            while got < view.size:
+                part = bounce[: min(bounce.size, view.size - got)]
+                count = self._blocks(part, offset + got)
+                view[got : got + count] = part[:count]
+                got += count
+                if count < part.size:
+                    break
         return got
 
 
@@ -195,16 +197,21 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     size = tensor.numel() * tensor.element_size()
     if size < EXTENT_BYTES:
         return torch.empty(tuple(shape), dtype=dtype)
-    memory = mmap.mmap(-1, align(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    if hasattr(mmap, "MADV_HUGEPAGE"):
-        with contextlib.suppress(OSError):  # a kernel without them
-            memory.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(memory, dtype=dtype, count=tensor.numel()).view(tuple(shape))
+    return torch.frombuffer(_pages(size), dtype=dtype, count=tensor.numel()).view(tuple(shape))
 
 
 def aligned(size: int) -> Bytes:
     """Page-aligned scratch of `size` bytes."""
-    return np.frombuffer(mmap.mmap(-1, size), np.uint8)
+    return np.frombuffer(_pages(size), np.uint8, size)
+
+
+def _pages(size: int) -> mmap.mmap:
+    """Private memory of this process, of huge pages where there are any."""
+    memory = mmap.mmap(-1, align(size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if hasattr(mmap, "MADV_HUGEPAGE"):
+        with contextlib.suppress(OSError):  # a kernel without them
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    return memory
 
 
 def _joins(run: Run, file: OpenFile, at: int, stored: Extent) -> bool:
@@ -231,8 +238,15 @@ def _why_cached(files: Iterable[OpenFile]) -> str:
     return ""
 
 
-def _bounce() -> Bytes:
-    if not hasattr(_local, "bounce"):
-        _local.bounce = aligned(EXTENT_BYTES)
-    bounce: Bytes = _local.bounce
-    return bounce
+@contextlib.contextmanager
+def _bounce() -> Iterator[Bytes]:
+    """Aligned memory of RUN_BYTES. As many are kept, for the process, as threads have read at once: fresh pages cost
+    more than what is copied through them."""
+    try:
+        memory = _bounces.get_nowait()
+    except queue.Empty:
+        memory = np.frombuffer(_pages(RUN_BYTES), np.uint8)
+    try:
+        yield memory
+    finally:
+        _bounces.put(memory)
