@@ -79,7 +79,9 @@ def objection(
             return "another host of the same name may run it"
         return None  # this host was started again
     if previous.pid_namespace != me.pid_namespace:
-        return "it runs in another pid namespace (container)"
+        # Its pid means nothing here, but on a local file system the kernel would still hold the lock of a living one:
+        # a container that was killed and started again gets its store back.
+        return None if kernel and not shared else "it may run in another pid namespace (container)"
     if previous.pid == me.pid and previous.start_time == me.start_time:
         return None  # a store of ours that was dropped without closing
     start = start_of(previous.pid)
