@@ -268,3 +268,19 @@ def save_uploaded(rank: int, path: str, copy: str) -> Bits:
         assert store.info()["commit"] == "marker last"
         assert (store.info()["lock"] == "OFD") == (rank == 0)
     return {"x": bits(whole), "y": bits(torch.ones(3) * 2)}
+
+
+def reopen(rank: int, path: str) -> list[tuple[int, ...]]:
+    """Stores of the same ranks one after another and side by side."""
+    tensors = {"x": torch.arange(3)}
+    steps = []
+    for step in (1, 2):
+        with lf_ckpt.open(path, group=world()) as store:
+            store.save(step, tensors).wait()
+            steps.append(store.steps())
+    with lf_ckpt.open(path, group=world()) as one, lf_ckpt.open(f"{path}2", group=world()) as other:
+        handles = [one.save(3, tensors), other.save(4, tensors)]
+        for handle in reversed(handles) if rank else handles:
+            handle.wait()
+        steps += [one.steps(), other.steps()]
+    return steps

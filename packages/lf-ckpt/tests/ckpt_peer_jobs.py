@@ -20,13 +20,13 @@ def new_peers() -> Peers:
 
 
 def add_up(rank: int) -> list[Any]:
-    peers = new_peers()
+    new_peers()
+    peers = new_peers()  # a second store on the same ranks, after or beside the first
     answers = [peers.round(rank + n, lambda told: [[sum(told), r] for r in range(3)]) for n in range(3)]
     peers.round("ä" * 100_000, lambda told: [None] * 3)
     # The group of training is free at any time.
     total = torch.tensor([rank])
     dist.all_reduce(total)
-    peers.close()
     return [*answers, int(total)]
 
 
@@ -41,8 +41,6 @@ def fail_to_decide(rank: int) -> str:
     except (OSError, lf_ckpt.RankFailedError) as error:
         after = peers.round("on", lambda told: told)
         return f"{type(error).__name__}: {error}; {after}"
-    finally:
-        peers.close()
     return "no error"
 
 
@@ -56,5 +54,4 @@ def lose(rank: int, victim: int) -> list[str]:
         with pytest.raises(lf_ckpt.PeerLostError) as caught:
             peers.round(None, lambda told: told)
         errors.append(f"{caught.value.rank}")
-    peers.close()
     return errors

@@ -8,6 +8,17 @@ from collections.abc import Mapping, Sequence
 class CkptError(Exception):
     """Base of all errors of lf-ckpt; the message says what to do."""
 
+    def __reduce__(self) -> tuple[object, ...]:
+        """Errors cross processes (multiprocessing, torch.distributed.checkpoint) with message and attributes."""
+        return _revived, (type(self), self.args, self.__dict__)
+
+
+def _revived(kind: type[CkptError], args: tuple[object, ...], state: dict[str, object]) -> CkptError:
+    error = kind.__new__(kind)
+    error.args = args
+    error.__dict__.update(state)
+    return error
+
 
 class UnsupportedError(CkptError):
     """A tensor or item that this version cannot store or create (sparse, meta, quantised, not JSON ...)."""

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import json
 import logging
+import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
@@ -37,10 +39,7 @@ class Peers:
         self._ranks = dist.get_process_group_ranks(group)
         self.rank, self.world = dist.get_rank(group), len(self._ranks)
         self._lost: PeerLostError | None = None
-        # Only the members call this: ranks outside `group` need not know that there is a store.
-        self._group = dist.new_group(
-            self._ranks, timedelta(seconds=timeout), backend="gloo", use_local_synchronization=True
-        )
+        self._group, self._tag = _messages_of(group, timeout)
 
     def round(self, mine: Json, decide: Decide) -> Json:
         """Send `mine` to rank 0, which answers every rank with its part of `decide(all)`; the answer for this rank.
@@ -51,10 +50,6 @@ class Peers:
         if self._lost is not None:
             raise self._lost
         return self._lead(mine, decide) if self.rank == 0 else self._follow(mine)
-
-    def close(self) -> None:
-        """Leave the group; no message is sent."""
-        dist.destroy_process_group(self._group)
 
     def _follow(self, mine: Json) -> Json:
         try:
@@ -103,15 +98,44 @@ class Peers:
 
     def _send(self, rank: int, data: bytes) -> None:
         size = torch.tensor([len(data)], dtype=torch.int64)
-        dist.send(size, self._ranks[rank], group=self._group)
-        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), self._ranks[rank], group=self._group)
+        to, body = self._ranks[rank], torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        dist.send(size, to, group=self._group, tag=self._tag)
+        dist.send(body, to, group=self._group, tag=self._tag)
 
     def _receive(self, rank: int) -> bytes:
         size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, self._ranks[rank], group=self._group)
+        dist.recv(size, self._ranks[rank], group=self._group, tag=self._tag)
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, self._ranks[rank], group=self._group)
+        dist.recv(data, self._ranks[rank], group=self._group, tag=self._tag)
         return data.numpy().tobytes()
+
+
+@dataclass
+class _Messages:
+    """The Gloo group beside a group of training, and the tag of the next store on it."""
+
+    group: ProcessGroup
+    tag: int = 0
+
+
+_messages: weakref.WeakKeyDictionary[ProcessGroup, dict[float, _Messages]] = weakref.WeakKeyDictionary()
+
+
+def _messages_of(group: ProcessGroup, timeout: float) -> tuple[ProcessGroup, int]:
+    """A Gloo group of the same ranks, and a tag of its own on it.
+
+    The Gloo group lives as long as the training's: torch names such groups by their ranks, so a second one made after
+    the first was destroyed finds the addresses of the first in the rendezvous store and hangs.
+    """
+    made = _messages.setdefault(group, {})
+    if timeout not in made:
+        # Only the members call this: ranks outside `group` need not know that there is a store.
+        ranks, patience = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
+        made[timeout] = _Messages(
+            dist.new_group(ranks, patience, backend="gloo", use_local_synchronization=True)
+        )
+    made[timeout].tag += 1
+    return made[timeout].group, made[timeout].tag
 
 
 def join(group: ProcessGroup | None, timeout: float) -> Peers | None:

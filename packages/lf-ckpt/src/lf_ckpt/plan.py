@@ -80,7 +80,8 @@ class Chunk(NamedTuple):
 class Plan:
     """Streams by number (tensors first), tied names -> stored name, JSON items (a private copy) and metrics.
 
-    tied: the streams that the aliases would be; they are not written.
+    tied: the streams that the aliases would be; they are not written. of_all_ranks: in a group, the items of every rank
+    count, not only those of rank 0.
     """
 
     streams: tuple[Stream, ...]
@@ -88,6 +89,7 @@ class Plan:
     items: dict[str, Json]
     metrics: dict[str, float] = field(default_factory=dict)
     tied: tuple[Stream, ...] = ()
+    of_all_ranks: bool = False
 
     @property
     def raw_bytes(self) -> int:

@@ -419,9 +419,7 @@ class Store:
         if self._saver is not None:
             self._saver.shut_down()
         self._unlock()
-        if self._peers is not None:
-            self._peers.close()
-            self._peers = None
+        self._peers = None
 
     def _unlock(self) -> None:
         if self._mirror is not None:

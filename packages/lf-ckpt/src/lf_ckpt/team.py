@@ -217,7 +217,7 @@ class Together:
 
     def _own_part(self, plan: Plan) -> Plan:
         """Without the items that rank 0 gives for all."""
-        if self.rank == 0:
+        if self.rank == 0 or plan.of_all_ranks:
             return plan
         streams = tuple(s for s in plan.streams if not s.is_item or owner_of(s.name) == self.rank)
         items = {name: value for name, value in plan.items.items() if owner_of(name) == self.rank}
