@@ -35,6 +35,7 @@ from .interop import (
 from .keepspec import keep_as_json, keep_from_json, parse_keep
 from .lock import break_lock
 from .options import Options
+from .publish import Publisher, Subscriber, UpdateReport
 from .report import Loaded, LoadReport, SaveReport
 from .resume import resume
 from .retention import (
@@ -83,13 +84,16 @@ __all__ = [
     "PeerLostError",
     "Phases",
     "PolicyError",
+    "Publisher",
     "RankFailedError",
     "RestoreReport",
     "SaveHandle",
     "SaveReport",
     "Stateful",
     "Store",
+    "Subscriber",
     "UnsupportedError",
+    "UpdateReport",
     "Upload",
     "UploadError",
     "break_lock",

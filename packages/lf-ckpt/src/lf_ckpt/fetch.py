@@ -50,7 +50,7 @@ class Fetch:
         """CkptError when io="direct" is not to be had."""
         if io not in get_args(ReadIo):
             raise ValueError(f"io={io!r}: choose {' or '.join(get_args(ReadIo))}")
-        self._files = {id(f): f for own in reader.data for f in (own, own.base) if f is not None}.values()
+        self._files = {id(file): file for own in reader.data for file in own.lineage()}.values()
         self._direct: list[DirectFile] = []
         self._note = "buffered, as asked" if io == "buffered" else ""
         if self._note:

@@ -19,6 +19,7 @@ from .errors import CorruptError
 from .jsonio import Json, canonical, decode_item, encode_item, parse_canonical
 
 MANIFEST_LIMIT: Final = 256 << 20  # bytes; 100,000 tensors take about 20 MB
+PUBLISH: Final = "publish"
 _FORMAT: Final = "lfckpt"
 _VERSION: Final = [1, 0]
 _FILE_NAME: Final = re.compile(r"rank-(0|[1-9][0-9]{0,8})\.lfckpt")
@@ -133,6 +134,7 @@ class Manifest:
     """Everything about a step but the bytes. `root` is "" until `dump` or `parse` has fixed it.
 
     metrics: what the caller measured, for retention. seconds: from the call of `save` to its states staged and written.
+    profile: "publish" for a link of a chain, whose parent may be a delta itself; else "".
     """
 
     store: str
@@ -148,6 +150,7 @@ class Manifest:
     versions: dict[str, str]
     metrics: dict[str, float] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
+    profile: str = ""
     root: str = field(default="", compare=False)
 
     @property
@@ -255,6 +258,8 @@ def _body(m: Manifest) -> dict[str, Json]:
     for name, values in (("metrics", m.metrics), ("seconds", m.seconds)):
         if values:
             body[name] = encode_item(values, name)
+    if m.profile:
+        body["profile"] = m.profile
     return body
 
 
@@ -300,6 +305,7 @@ def _manifest(body: dict[str, Any], root: str) -> Manifest:
         versions={_text(k): _text(v) for k, v in body["versions"].items()},
         metrics=_numbers(body.get("metrics", {})),
         seconds=_numbers(body.get("seconds", {})),
+        profile=_profile(body.get("profile", "")),
         root=root,
     )
     _check_names(manifest)
@@ -369,6 +375,11 @@ def _hex(value: Any, length: int) -> str:
 
 def _counts(values: Any) -> tuple[int, ...]:
     return tuple(_count(n) for n in values)
+
+
+def _profile(value: Any) -> str:
+    _require(value in ("", PUBLISH), "profile")
+    return str(value)
 
 
 def _numbers(value: Any) -> dict[str, float]:

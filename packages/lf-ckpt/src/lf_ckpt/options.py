@@ -39,6 +39,7 @@ class Options:
     expected_bytes: int | None = None
     upload: Upload | None = None
     group_timeout: float = 1800.0
+    chain: bool = False  # each delta on the step before it (Publisher), not on the last full one
 
     @property
     def deltas(self) -> bool:

@@ -82,6 +82,7 @@ class Plan:
 
     tied: the streams that the aliases would be; they are not written. of_all_ranks: in a group, the items of every rank
     count, not only those of rank 0.
+    tied: the streams that the aliases would be; they are not written. profile: that of the manifest.
     """
 
     streams: tuple[Stream, ...]
@@ -90,6 +91,7 @@ class Plan:
     metrics: dict[str, float] = field(default_factory=dict)
     tied: tuple[Stream, ...] = ()
     of_all_ranks: bool = False
+    profile: str = ""
 
     @property
     def raw_bytes(self) -> int:

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Protocol
+from typing import Final, Protocol
 
 import numpy as np
 
@@ -22,7 +22,6 @@ from .format import (
     DELTAS,
     EXTENT_BYTES,
     HEADER_BYTES,
-    PLANES,
     RAW,
     SAME,
     TRAILER_BYTES,
@@ -34,10 +33,11 @@ from .format import (
     parse_index,
     parse_trailer,
 )
-from .manifest import MANIFEST_LIMIT, DataFile, Manifest, Placed, StreamKey, parse, rank_of
+from .manifest import MANIFEST_LIMIT, PUBLISH, DataFile, Manifest, Placed, StreamKey, parse, rank_of
 from .storage import Storage
 
 MANIFEST = "MANIFEST"
+MAX_CHAIN: Final = 200  # links of a published chain; each is an open file while the last one is read
 _local = threading.local()
 
 
@@ -79,6 +79,13 @@ class OpenFile:
             return self.direct.read(view, offset)
         return self.files.read(self.fd, view.data, offset)
 
+    def lineage(self) -> Iterator[OpenFile]:
+        """This file, its base, and so on."""
+        file: OpenFile | None = self
+        while file is not None:
+            yield file
+            file = file.base
+
     def find(self, numbers: range, start: int, raw_bytes: int) -> int | None:
         """Which of these consecutive extents of a stream begins at `start` and has that length."""
         at = bisect_left(numbers, start, key=lambda number: self.extents[number].start)
@@ -115,16 +122,29 @@ class OpenFile:
 class StepReader:
     """An open step. A context manager; files stay open, so retention by a writer cannot pull them away."""
 
-    def __init__(self, files: Storage, steps: str, folder: str) -> None:
-        """Check all structure: manifest, header, trailer, index, lengths, parent. CorruptError or OSError."""
-        self._files, self._steps = files, steps
+    def __init__(
+        self,
+        files: Storage,
+        steps: str,
+        folder: str,
+        *,
+        follow: bool = True,
+        _manifest: Manifest | None = None,
+        _depth: int = 0,
+    ) -> None:
+        """Check all structure: manifest, header, trailer, index, lengths, parent. CorruptError or OSError.
+
+        follow=False leaves the parent alone, for one who has its bytes: extents that refer to it cannot be read then.
+        """
+        self._files, self._steps, self._follow, self._depth = files, steps, follow, _depth
         self._stack = ExitStack()
         self._places: dict[str, dict[StreamKey, range]] = {}  # of the base's files, by the path of ours
         try:
-            self.manifest = read_manifest(files, steps, folder)
+            self.manifest = _manifest or read_manifest(files, steps, folder)
             self.path = os.path.join(steps, folder)
             self.data = [self._open(folder, self.manifest, file) for file in self.manifest.files]
-            self._open_base()
+            if follow:
+                self._open_base()
             self._check_streams()
         except BaseException:
             self._stack.close()
@@ -153,44 +173,32 @@ class StepReader:
         self, file: OpenFile, number: int, out: Bytes, scratch: Bytes, name: str, *, verify: bool
     ) -> None:
         """Decode one extent into `out`, (raw_bytes,) uint8 contiguous; scratch: (1 MiB,) uint8."""
-        source, at = self.resolve(file, number)
-        extent = source.extents[at]
-        if extent.codec == RAW:
-            source.stored(at, out, name)
-            if verify:
-                source.check_hash(at, out, name, raw=True)
-            return
-        parent = self._parent(source, at, scratch, name, verify=verify)
-        stored = source.stored(at, scratch, name)
-        if verify:
-            source.check_hash(at, stored, name, raw=False)
-        try:
-            decode(extent.codec, stored.data, out, extent.width, parent)
-        except CodecError as error:
-            raise CorruptError(
-                source.path, str(error), tensor=name, extent=at, offset=extent.place
-            ) from error
-        if verify:
-            source.check_hash(at, out, name, raw=True)
-
-    def _parent(self, file: OpenFile, at: int, scratch: Bytes, name: str, *, verify: bool) -> Bytes | None:
-        """Raw bytes of the extent that a delta was coded against, None for other codecs."""
-        if at not in file.parents or file.base is None:
-            return None
-        if not hasattr(_local, "parent"):
-            _local.parent = new_scratch()
-        before: Bytes = _local.parent[: file.extents[at].raw_bytes]
-        self.read(file.base, file.parents[at], before, scratch, name, verify=verify)
-        return before
+        before: Bytes | None = None
+        line = self._line(file, number)
+        # What stands alone comes first, then what was coded against it.
+        for left in reversed(range(len(line))):
+            target = out if left == 0 else _buffer(left % 2)[: out.size]
+            _decode(*line[left], target, scratch, name, before, verify)
+            before = target
 
     def check(self, file: OpenFile, number: int, scratch: Bytes, name: str) -> int:
-        """Hash the stored bytes that one extent needs, its own and those of its parent; returns the bytes read."""
-        source, at = self.resolve(file, number)
-        source.check_hash(at, source.stored(at, scratch, name), name, raw=False)
-        total = source.extents[at].stored_bytes
-        if source.base is not None and at in source.parents:
-            total += self.check(source.base, source.parents[at], scratch, name)
+        """Hash the stored bytes that one extent needs, its own and those of its parents; returns the bytes read."""
+        total = 0
+        for source, at in self._line(file, number):
+            source.check_hash(at, source.stored(at, scratch, name), name, raw=False)
+            total += source.extents[at].stored_bytes
         return total
+
+    def _line(self, file: OpenFile, number: int) -> list[tuple[OpenFile, int]]:
+        """The extent that holds these bytes, the one it was coded against, and so on to one that stands alone."""
+        line: list[tuple[OpenFile, int]] = []
+        at: int | None = number
+        while at is not None:
+            file, at = self.resolve(file, at)
+            line.append((file, at))
+            at = file.parents.get(at)
+            file = file.base or file
+        return line
 
     def check_unused(self) -> None:
         """CorruptError when alignment padding in the step's own files is not zero."""
@@ -206,11 +214,10 @@ class StepReader:
 
     def resolve(self, file: OpenFile, number: int) -> tuple[OpenFile, int]:
         """Where the bytes of an extent are: itself, or the extent of the base that it refers to."""
-        extent = file.extents[number]
-        if extent.codec != SAME:
-            return file, number
-        assert file.base is not None  # `_check_streams` refused references without a base
-        return file.base, extent.place
+        while file.extents[number].codec == SAME:
+            assert file.base is not None  # `_check_streams` refused references without a base
+            file, number = file.base, file.extents[number].place
+        return file, number
 
     def _open(self, folder: str, manifest: Manifest, entry: DataFile) -> OpenFile:
         path = os.path.join(self._steps, folder, entry.name)
@@ -264,14 +271,18 @@ class StepReader:
             raise CorruptError(path, f"base of step {self.manifest.step} is missing") from error
         if manifest.root != parent.root:
             raise CorruptError(path, "base is another save", expected=parent.root, found=manifest.root)
-        if manifest.parent is not None:
+        chained = self.manifest.profile == manifest.profile == PUBLISH
+        if manifest.parent is not None and not chained:
             raise CorruptError(path, "base is not a full step")
-        named = {file.name: file for file in manifest.files}
+        if self._depth == MAX_CHAIN:
+            raise CorruptError(path, "chain of deltas is too long", expected=f"<= {MAX_CHAIN}")
+        base = StepReader(self._files, self._steps, parent.folder, _manifest=manifest, _depth=self._depth + 1)
+        self._stack.enter_context(base)
+        named = {os.path.basename(file.path): (number, file) for number, file in enumerate(base.data)}
         for file in self.data:
-            entry = named.get(os.path.basename(file.path))
-            if entry is not None:
-                file.base = self._open(parent.folder, manifest, entry)
-                self._places[file.path] = manifest.places(manifest.files.index(entry))
+            if (found := named.get(os.path.basename(file.path))) is not None:
+                file.base = found[1]
+                self._places[file.path] = manifest.places(found[0])
 
     def _check_streams(self) -> None:
         """Every stream's extents are its own, in order, and add up to its size; references fit the base."""
@@ -281,6 +292,8 @@ class StepReader:
                 total += extent.raw_bytes
                 if extent.stream != stream.number:
                     raise CorruptError(file.path, "extent of another stream", tensor=stream.name, extent=at)
+                if not self._follow:
+                    continue
                 if extent.codec == SAME:
                     _check_reference(file, at, stream.name)
                 elif extent.codec in DELTAS:
@@ -291,6 +304,25 @@ class StepReader:
                     self.path, "extents do not add up", tensor=stream.name, expected=stream.nbytes,
                     found=total,
                 )  # fmt: skip
+
+
+def _decode(
+    file: OpenFile, at: int, out: Bytes, scratch: Bytes, name: str, before: Bytes | None, verify: bool
+) -> None:
+    """Decode one extent, given the raw bytes of its parent if it has one."""
+    extent = file.extents[at]
+    if extent.codec == RAW:
+        file.stored(at, out, name)
+    else:
+        stored = file.stored(at, scratch, name)
+        if verify:
+            file.check_hash(at, stored, name, raw=False)
+        try:
+            decode(extent.codec, stored.data, out, extent.width, before)
+        except CodecError as error:
+            raise CorruptError(file.path, str(error), tensor=name, extent=at, offset=extent.place) from error
+    if verify:
+        file.check_hash(at, out, name, raw=True)
 
 
 def _check_reference(file: OpenFile, at: int, name: str) -> None:
@@ -305,9 +337,17 @@ def _parent_number(file: OpenFile, at: int, numbers: range, name: str) -> int:
     """The extent of the base that a delta was coded against: same stream, start and length."""
     extent = file.extents[at]
     number = file.base.find(numbers, extent.start, extent.raw_bytes) if file.base else None
-    if file.base is None or number is None or file.base.extents[number].codec not in (RAW, PLANES):
+    if file.base is None or number is None:
         raise CorruptError(file.path, "delta has no parent in the base", tensor=name, extent=at)
     return number
+
+
+def _buffer(which: int) -> Bytes:
+    """One of two buffers of this thread, between which a chain of deltas is decoded."""
+    if not hasattr(_local, "buffers"):
+        _local.buffers = (new_scratch(), new_scratch())
+    buffers: tuple[Bytes, Bytes] = _local.buffers
+    return buffers[which]
 
 
 def new_scratch() -> Bytes:

@@ -55,6 +55,7 @@ class Saver:
         self._deltas = 0
         self._rate: float | None = None  # raw bytes per second of the last save, from its start to "written"
         self._parents: ParentBytes | None = None
+        self._spent: ParentBytes | None = None
         self.base: Base | None = None
         self.current: SaveHandle | None = None
         self._down = False
@@ -136,7 +137,7 @@ class Saver:
         self._writing.close()
         if self._slab is not None:
             self._slab.close()
-        self._slab = self.base = self._parents = None
+        self._slab = self.base = self._parents = self._spent = None
         self._down = True  # last: after a Ctrl-C in here the next call waits for the rest
 
     def _begin(self, handle: SaveHandle, plan: Plan) -> Begun | None:
@@ -173,8 +174,8 @@ class Saver:
             if self._pool is not None:
                 self._pool.start()
             slab = self._ensure_slab(begun.plan)
-            if self.base is None:
-                self._parents = new_parents(self._options, begun.plan.raw_bytes, self._parents)
+            if self.base is None or self._options.chain:
+                self._renew_parents(begun.plan)
             handle.predicted_stall = self._predict(begun.plan, slab)
             path = os.path.join(self._catalog.steps, begun.folder, data_file_name(begun.rank))
             sink = self._writing.open(path, slab, begun.plan.slab_bytes)
@@ -193,7 +194,7 @@ class Saver:
             sink=sink,
             writing=self._writing,
             base=self.base,
-            keeping=self._parents if self.base is None else None,
+            keeping=self._parents if self.base is None or self._options.chain else None,
             compress=self._options.compress,
             slab=slab,
             slab_note=self._slab_note,
@@ -226,6 +227,13 @@ class Saver:
         """Give the job to the writer thread; RuntimeError where there is none."""
         self._writer.submit(self._run, job)
         job.taken = True
+
+    def _renew_parents(self, plan: Plan) -> None:
+        """Memory for the bytes that this save leaves to the next one. In a chain those of the step before are in use,
+        and the ones before that are free."""
+        free = self._spent if self._options.chain else self._parents
+        self._spent = self._parents if self._options.chain else None
+        self._parents = new_parents(self._options, plan.raw_bytes, free)
 
     def _predict(self, plan: Plan, slab: Slab) -> float | None:
         """Seconds that the caller, or its optimizer, will wait for the disk; logged when there are any."""

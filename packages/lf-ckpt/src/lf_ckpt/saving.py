@@ -19,7 +19,7 @@ from .catalog import Catalog
 from .errors import DiskFullError
 from .format import CODEC_NAMES, Header, align
 from .handle import SaveHandle
-from .manifest import DataFile, Parent
+from .manifest import PUBLISH, DataFile, Parent
 from .parents import ParentBytes, StoredBase, stored_parents
 from .plan import Plan
 from .report import SaveReport
@@ -170,14 +170,16 @@ def _next_base(
 
     A step that refers to nothing is the base of those that follow; a delta that is hardly smaller is the last on its.
     """
-    if step.parent is None:
+    failed = job.base is not None and job.base.parents is not None and job.base.parents.failed is not None
+    is_link = job.plan.profile == PUBLISH and writer.worth < _DELTA_WORTH and not failed
+    if step.parent is None or is_link:
         parents = job.keeping
         at = (catalog.files, catalog.steps, step.folder, step.root)
         if parents is not None:
             parents.bind(StoredBase(*at, job.begun.rank))
         elif job.base is not None and job.base.parents is not None:
             parents = stored_parents(*at, job.begun.rank)
-        if job.base is not None and job.base.parents is not None and job.base.parents.failed is not None:
+        if failed and job.base is not None and job.base.parents is not None:
             return None, f"{job.base.parents.note()}; this and the next save are full"
         note = "" if parents is None else f"base: {parents.kept_bytes} bytes kept in memory"
         return Base(step.folder, step.root, writer.table(), parents), note

@@ -21,6 +21,7 @@ from .jsonio import Json
 from .loading import Wanted, describe, load_step, verified_base
 from .local import is_sharded
 from .lock import LOCK, StoreLock
+from .manifest import PUBLISH
 from .mirror import Mirror
 from .naming import MapNames
 from .options import Compress, Engine, Io, OnError, Options, ParentMode, Priority
@@ -121,7 +122,8 @@ class Store:
 
         def plan() -> Plan:
             self._raise_upload_error()
-            return make_plan(tensors, items or {}, metrics, name)
+            made = make_plan(tensors, items or {}, metrics, name)
+            return replace(made, profile=PUBLISH) if self.options.chain else made
 
         with self._turn:
             return self._writable().start(step, plan, overlap, optimizers)
@@ -375,7 +377,7 @@ class Store:
 
     def _offer_base(self, reader: StepReader) -> None:
         """Extents that have just been verified may serve as base of later deltas of this writer."""
-        if self._saver is None or self._saver.base is not None:
+        if self._saver is None or self._saver.base is not None or self.options.chain:
             return
         base = verified_base(reader, self._catalog.store_id, self._rank)
         if base is not None:

@@ -242,6 +242,7 @@ def _publish(
         created=max(int(time.time()), 0),  # a clock that was never set must not spoil the step
         versions=versions,
         metrics=begun.plan.metrics,
+        profile=begun.plan.profile,
         seconds=seconds,
         **step._asdict(),
     )
