@@ -86,6 +86,20 @@ class StopAtCall(Recorder):
         super().put(fd, data)
 
 
+class KillAtCall(Recorder):
+    """Really kills its process (SIGKILL) before effect number `at`."""
+
+    def __init__(self, at: int) -> None:
+        super().__init__()
+        self.left = at
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        if self.left == 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.left -= 1
+        super().effect(name, action)
+
+
 class KillAtByte(Recorder):
     """Really kills its process (SIGKILL) once `limit` bytes are written, tearing the write that crosses it."""
 
@@ -115,6 +129,37 @@ class FailAtCall(Recorder):
             if self.at == -1:
                 raise OSError(self.code, os.strerror(self.code))
         super().effect(name, action)
+
+
+class FailAtLook(FailAtCall):
+    """The same for the calls that only look: open, read, size, names, exists."""
+
+    def effect(self, name: str, action: Callable[[], None]) -> None:
+        Recorder.effect(self, name, action)
+
+    def look(self, name: str) -> None:
+        """Hook around every look."""
+        FailAtCall.effect(self, name, lambda: None)
+
+    def open(self, path: str) -> int:
+        self.look("open")
+        return super().open(path)
+
+    def read(self, fd: int, view: memoryview, offset: int) -> int:
+        self.look("read")
+        return super().read(fd, view, offset)
+
+    def size(self, fd: int) -> int:
+        self.look("size")
+        return super().size(fd)
+
+    def names(self, path: str) -> list[str]:
+        self.look("names")
+        return super().names(path)
+
+    def exists(self, path: str) -> bool:
+        self.look("exists")
+        return super().exists(path)
 
 
 class Volatile(StopAtCall):

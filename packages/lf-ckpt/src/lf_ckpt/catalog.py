@@ -133,13 +133,24 @@ class Catalog:
         """Remove what no rule keeps; returns the folders removed.
 
         Damaged steps, those whose base is missing or damaged and those of another store are neither counted nor
-        removed. Pinned folders, folders with files that are not ours, and their bases stay.
+        removed. Pinned folders, folders with files that are not ours, and their bases stay; so do the bases of damaged
+        steps, for a disk that could not be read once may be read again.
         """
         if not rules:
             return []
-        order = doomed(self.candidates(damaged), rules, {*protect, *self.held()})
+        protected = {*protect, *self.held(), *self._bases_of(damaged)}
+        order = doomed(self.candidates(damaged), rules, protected)
         # A delta goes before its base: dying in between leaves no delta without one.
         return [folder for folder in order if self.remove(folder)]
+
+    def _bases_of(self, folders: Collection[str]) -> list[str]:
+        """Folders that these refer to, as far as their manifests can be read."""
+        bases = []
+        for folder in folders:
+            with contextlib.suppress(CorruptError, OSError):
+                manifest = read_manifest(self.files, self.steps, folder)
+                bases += [manifest.parent.folder] if manifest.parent else []
+        return bases
 
     def candidates(self, damaged: Collection[str] = ()) -> list[Candidate]:
         """The steps that retention may count on, oldest first: of this store, whole, and so are their bases.
