@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from ckpt_faults import FailAtCall, FailAtLook, KillAtByte, KillAtCall, Killed, Recorder, Volatile
 from ckpt_kinds import KINDS, Kind, copy_of_store
 from ckpt_states import assert_same, files_under
@@ -186,3 +187,49 @@ def test_deep_verification_passes_what_was_saved(kind: Kind, before: Path, tmp_p
     path = copy_of_store(before, tmp_path / "store")
     kind.act(path, lf_ckpt.FileLayer())
     assert cli.main(["verify", str(path), "--deep"]) == 0
+
+
+def test_kill_9_while_a_link_is_published_leaves_a_chain_that_can_be_followed(tmp_path: Path) -> None:
+    old, new = ({"w": torch.full((5_000,), float(n)).bfloat16()} for n in (1, 2))
+    with lf_ckpt.Publisher(tmp_path / "before") as publisher:
+        publisher.publish(1, old).wait()
+
+    def publish(path: Path, files: lf_ckpt.FileLayer) -> None:
+        with lf_ckpt.Publisher(path, files=files) as publisher:
+            publisher.publish(2, new).wait()
+
+    recorder = Recorder()
+    publish(copy_of_store(tmp_path / "before", tmp_path / "count"), recorder)
+    found = set()
+    for at in range(0, len(recorder.calls), 1 if MORE > 1 else 2):
+        path = copy_of_store(tmp_path / "before", tmp_path / str(at))
+        killed(lambda path=path, at=at: publish(path, KillAtCall(at)))
+        into = {"w": torch.zeros(5_000).bfloat16()}
+        lf_ckpt.Subscriber(path).update(into)
+        found.add(float(into["w"][0]))
+        assert_same(into, {1.0: old, 2.0: new}[float(into["w"][0])])
+        with lf_ckpt.Publisher(path) as publisher:
+            publisher.publish(3, old).wait()
+        lf_ckpt.Subscriber(path).update(into)
+        assert_same(into, old)
+    assert 1.0 in found
+
+
+def test_kill_9_while_a_file_is_exported_leaves_no_file_or_all_of_it(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "store") as store:
+        store.save(1, KINDS[1].after).wait()
+
+    def export(path: Path, files: lf_ckpt.FileLayer) -> None:
+        with lf_ckpt.open(tmp_path / "store", read_only=True) as store:
+            lf_ckpt.export_file(store, 1, path, files=files)
+
+    recorder, found = Recorder(), set()
+    export(tmp_path / "count", recorder)
+    for at in range(len(recorder.calls)):
+        path = tmp_path / str(at)
+        killed(lambda path=path, at=at: export(path, KillAtCall(at)))
+        found.add(path.exists())
+        if not path.exists():
+            export(path, lf_ckpt.FileLayer())
+        assert_same(lf_ckpt.load_file(path).tensors, KINDS[1].after)
+    assert False in found
