@@ -274,6 +274,42 @@ def test_a_damaged_step_is_not_uploaded_and_is_named(tmp_path: Path) -> None:
     check_copy(tmp_path / "remote", ())
 
 
+def test_a_damaged_step_holds_up_no_other_and_is_named_once(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "local", full_every=0) as store:
+        save(store, 1, 2)
+    data = bytearray((tmp_path / "local/steps/1/rank-0.lfckpt").read_bytes())
+    data[5000] ^= 1
+    (tmp_path / "local/steps/1/rank-0.lfckpt").write_bytes(data)
+
+    with lf_ckpt.open(tmp_path / "local", upload=place(tmp_path), full_every=0) as store:
+        with pytest.raises(lf_ckpt.UploadError, match=r"step 1: .* differ from their hash") as caught:
+            store.wait_uploaded()
+        assert caught.value.steps == (1,)
+        save(store, 3)
+        store.wait_uploaded()
+    check_copy(tmp_path / "remote", (2, 3))
+
+
+def test_a_delta_on_a_damaged_base_is_not_uploaded_and_is_named(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "local", upload=place(tmp_path, hold=False)) as store:
+        save(store, 1)
+    for folder in (tmp_path / "remote/steps/1").iterdir():
+        folder.unlink()
+    (tmp_path / "remote/steps/1").rmdir()
+    with lf_ckpt.open(tmp_path / "local") as store:
+        store.load()
+        save(store, 2)
+        assert store.wait().kind == "delta"  # type: ignore[union-attr]
+    data = bytearray((tmp_path / "local/steps/1/rank-0.lfckpt").read_bytes())
+    data[5000] ^= 1
+    (tmp_path / "local/steps/1/rank-0.lfckpt").write_bytes(data)
+
+    store = lf_ckpt.open(tmp_path / "local", upload=place(tmp_path))
+    with pytest.raises(lf_ckpt.UploadError, match=r"step 1: .*; step 2: .* base 1 is damaged"):
+        store.close()
+    check_copy(tmp_path / "remote", ())
+
+
 def test_the_copy_has_rules_of_its_own_and_keeps_what_deltas_to_come_may_need(tmp_path: Path) -> None:
     upload = place(tmp_path, keep=[lf_ckpt.Every(steps=4)])
     with lf_ckpt.open(tmp_path / "local", upload=upload, keep=[lf_ckpt.Last(2)], full_every=3) as store:

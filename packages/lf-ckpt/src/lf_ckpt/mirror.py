@@ -45,6 +45,8 @@ class Mirror:
         self._waiting: set[str] = set()
         self._there: set[str] = set()  # every folder name that the copy has
         self._copies: dict[str, Candidate] = {}  # its sound steps; this is their only writer
+        self._damaged: set[str] = set()  # local steps that did not verify
+        self._bases: dict[str, str | None] = {}  # of the local steps in the plan
         self._error: UploadError | None = None
         self._stop = threading.Event()
         self._remote.make_folder(where)
@@ -146,27 +148,49 @@ class Mirror:
     def _pass(self) -> None:
         with self._state:
             known = set(self._waiting)
-        folder = ""
+        folder, damage = "", []
         try:
             plan = self._plan()
             with self._state:
                 self._waiting -= known - set(plan)
             for folder in plan:
-                if not self._stop.is_set():
-                    self._try(folder)
+                if not self._stop.is_set() and (problem := self._try_sound(folder)):
+                    damage.append(problem)
+            folder = ""
             self._retire()
         except Exception as error:
-            if self._stop.is_set():
-                return
-            reason = f"step {folder}: {error}" if folder else str(error)
-            _log.error("%s: upload failed: %s", self.url, reason)
-            failure = UploadError(self.url, self.pending(), reason)
-            failure.__cause__ = error
-            with self._state:
-                self._error = failure
+            if not self._stop.is_set():
+                self._fail([*damage, f"step {folder}: {error}" if folder else str(error)], error)
+        else:
+            if damage:
+                self._fail(damage, None)
+
+    def _fail(self, reasons: list[str], cause: Exception | None) -> None:
+        """Keep an error for the next caller. Damaged steps are named once and waited for no more."""
+        reason = "; ".join(reasons)
+        _log.error("%s: upload failed: %s", self.url, reason)
+        failure = UploadError(self.url, self.pending(), reason)
+        failure.__cause__ = cause
+        with self._state:
+            self._error = failure
+            self._waiting -= self._damaged
 
     def _plan(self) -> list[str]:
-        return to_upload(self._source.candidates(), list(self._copies.values()), self._options.keep)
+        local = [c for c in self._source.candidates() if c.folder not in self._damaged]
+        self._bases = {c.folder: c.parent for c in local}
+        return to_upload(local, list(self._copies.values()), self._options.keep)
+
+    def _try_sound(self, folder: str) -> str | None:
+        """Copy a step; what is wrong when it is damaged, or its base is, which is no reason to keep others waiting."""
+        base = self._bases[folder]
+        try:
+            if base in self._damaged:
+                raise CorruptError(os.path.join(self._source.steps, folder), f"its base {base} is damaged")
+            self._try(folder)
+        except CorruptError as error:
+            self._damaged.add(folder)
+            return f"step {folder}: {error}"
+        return None
 
     def _try(self, folder: str) -> None:
         """Copy a step, again after a pause when the network fails. A damaged step is not tried again."""
