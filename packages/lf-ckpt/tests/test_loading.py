@@ -182,6 +182,34 @@ def test_a_device_that_is_not_there_is_an_error_before_anything_is_read(store: l
     assert store.load(device="cpu").tensors["model.a"].device == torch.device("cpu")
 
 
+@pytest.mark.parametrize(
+    ("live", "why"),
+    [
+        (torch.empty(3, 4, device="meta"), "meta device"),
+        (torch.zeros(3, 1).expand(3, 4), "share memory"),
+        (torch.zeros(3, 4).to_sparse(), "sparse"),
+    ],
+)
+def test_what_keeps_no_values_is_refused_before_others_change(
+    store: lf_ckpt.Store, live: torch.Tensor, why: str
+) -> None:
+    other = torch.zeros(700, 500)
+    for into in ({"model.a": other, "model.b": live}, {"model.b": live, "model.a": other}):
+        with pytest.raises(lf_ckpt.UnsupportedError, match=f"model.b: .*{why}"):
+            store.load(into=into, only=["model.a", "model.b"], precheck=False)
+    assert not other.any()
+
+
+def test_nothing_is_loaded_to_the_meta_device(store: lf_ckpt.Store) -> None:
+    with pytest.raises(lf_ckpt.UnsupportedError, match="meta"):
+        store.load(device="meta")
+    saved = lf_ckpt.collect(torch.nn.Linear(2, 2))
+    with torch.device("meta"):
+        model = torch.nn.Linear(2, 2)
+    with pytest.raises(lf_ckpt.UnsupportedError, match="model.weight: is on the meta device"):
+        lf_ckpt.restore(model, None, saved)
+
+
 def test_no_device_is_in_the_data(path: Path) -> None:
     body = json.loads((path / "steps/1/MANIFEST").read_text())["body"]
     del body["versions"]  # "torch": "2.13.0+cpu"

@@ -15,7 +15,7 @@ from .errors import CorruptError, UnsupportedError
 from .fetch import ReadIo, empty
 from .filling import Filler
 from .format import SAME
-from .local import Window, is_sharded, window_of
+from .local import Window, is_sharded, require_memory, window_of
 from .manifest import BlobEntry, Manifest, TensorEntry, data_file_name
 from .naming import Fitting, Kind, MapNames, Match, match, rename, select
 from .ranked import seen_by
@@ -57,6 +57,8 @@ class Wanted:
             place = torch.empty(0, device=device).device
         except Exception as error:  # torch raises several kinds for a device that is not there
             raise UnsupportedError(f"device {device}: {error}") from error
+        if place.type == "meta":
+            raise UnsupportedError("device meta: keeps no values, so nothing can be loaded there")
         return cls(device=place, **options)  # type: ignore[arg-type]
 
 
@@ -193,7 +195,10 @@ def _load_into(
 def _target(name: str, tensor: torch.Tensor, entry: TensorEntry) -> _Target:
     """A tensor of another shape is filled through a view of the saved shape, or a copy where it has no such view."""
     if tuple(tensor.shape) == entry.shape:
-        return _Target(entry, window_of(name, tensor), None)
+        window = window_of(name, tensor)
+        require_memory(name, window.local)
+        return _Target(entry, window, None)
+    require_memory(name, tensor)
     live, full = tensor.detach(), whole(entry.shape)
     try:
         return _Target(entry, Window(live.view(entry.shape), full), None)

@@ -39,6 +39,17 @@ def window_of(name: str, tensor: torch.Tensor) -> Window:
     return Window(local, box)
 
 
+def require_memory(name: str, tensor: torch.Tensor) -> None:
+    """UnsupportedError for a tensor that no value can be read into: none is kept, or one place stands for several."""
+    if tensor.layout != torch.strided:
+        raise UnsupportedError(f"{name}: {tensor.layout} tensors cannot be filled in place; load it fresh")
+    if tensor.is_meta:
+        raise UnsupportedError(f"{name}: is on the meta device and keeps no values; call to_empty(device=...) first")
+    spread = zip(tensor.shape, tensor.stride(), strict=True)
+    if tensor.numel() and any(length > 1 and stride == 0 for length, stride in spread):
+        raise UnsupportedError(f"{name}: is expanded, so that elements share memory; clone() it first")
+
+
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor; asked through the protocol of torch.distributed.checkpoint, which imports nothing."""
     return hasattr(tensor, "__create_chunk_list__")

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from .errors import CkptError, MismatchError
 from .jsonio import Json
+from .local import require_memory
 from .naming import Fitting, Kind, MapNames, Match, match, rename
 from .optim_state import (
     Moments,
@@ -123,6 +124,8 @@ def restore(
     model = unwrap(model)
     asked = {n: s for n, s in zip(_STATEFUL, (scheduler, scaler, loader), strict=True) if s is not None}
     plan = _plan(model, optimizer, state, map_names, Fitting(reshape, cast))
+    for name in plan.match.source:
+        require_memory(f"model.{name}", plan.live[name])
     plan.missing += [name for name in asked if name not in state.items]
     if rng and "rng.torch" not in state.tensors:
         plan.missing.append("rng")

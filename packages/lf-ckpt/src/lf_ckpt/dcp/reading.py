@@ -24,7 +24,7 @@ from ..dtypes import dtype_of
 from ..errors import CkptError, UnsupportedError
 from ..filling import Filler
 from ..loading import entries_by_name
-from ..local import Window
+from ..local import Window, require_memory
 from ..manifest import Manifest, TensorEntry
 from ..reader import StepReader
 from ..store import Store
@@ -144,6 +144,7 @@ def _described(entry: TensorEntry) -> TensorStorageMetadata:
 def _load_tensor(item: ReadItem, planner: LoadPlanner, filler: Filler, entry: TensorEntry) -> None:
     """Fill a part of a tensor of the state dict from a part of a stored chunk; another dtype is converted."""
     target = planner.resolve_tensor(item).detach()
+    require_memory(item.dest_index.fqn, target)
     offsets = item.storage_index.offset or (0,) * len(entry.shape)
     box = Box(tuple(a + b for a, b in zip(offsets, item.storage_offsets, strict=True)), tuple(item.lengths))
     same = target.dtype == dtype_of(entry.dtype)
