@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from ckpt_ranks import Ranks
 from ckpt_states import bits
 from test_corruption import flip_in_extent
+from torch.distributed.checkpoint.planner import LoadPlan
 
 import lf_ckpt
 from lf_ckpt import cli
@@ -83,6 +84,42 @@ def test_one_process_without_a_group_saves_and_loads(tmp_path: Path) -> None:
     assert (into["a"]["n"], float(into["scalar"])) == (7, 1.5)
     with lf_ckpt.open(tmp_path, read_only=True) as store:
         assert store.steps() == (0, 1)
+
+
+@pytest.mark.parametrize("flatten", [True, False])
+def test_values_come_back_as_the_types_that_the_state_dict_has(tmp_path: Path, flatten: bool) -> None:
+    state = {"n": 3, "nested": (1, [(2, 3), {"betas": (0.9, 0.95), "none": None}]), "list": [(1,), [2]]}
+    writer = LfStorageWriter(tmp_path)
+    dcp.save(state, storage_writer=writer, planner=LfSavePlanner(flatten_state_dict=flatten))
+    writer.close()
+    into = {"n": 0, "nested": (0, [(0, 0), {"betas": (0.0, 0.0), "none": 1}]), "list": [(0,), [0]]}
+    dcp.load(
+        into, storage_reader=LfStorageReader(tmp_path), planner=LfLoadPlanner(flatten_state_dict=flatten)
+    )
+
+    assert into == state
+
+
+def test_ranks_that_see_different_newest_steps_load_nothing(tmp_path: Path) -> None:
+    plans = []
+    with lf_ckpt.open(tmp_path) as store:
+        for step in (1, 2):  # a writer commits between the looks of two ranks
+            store.save(step, {"x": torch.ones(3)}).wait()
+            reader = LfStorageReader(tmp_path)
+            reader.read_metadata()
+            plans.append(reader.prepare_local_plan(LoadPlan([])))
+
+    assert reader.prepare_global_plan([plans[1], plans[1]])
+    with pytest.raises(lf_ckpt.CkptError, match=r"several steps \(1, 2\)"):
+        reader.prepare_global_plan(plans)
+
+
+def test_tensors_without_memory_of_their_own_are_refused(tmp_path: Path) -> None:
+    writer = LfStorageWriter(tmp_path)
+    dcp.save({"x": torch.ones(3)}, storage_writer=writer, planner=LfSavePlanner())
+    writer.close()
+    with pytest.raises(BaseException, match="x: is expanded"):
+        dcp.load({"x": torch.zeros(1).expand(3)}, storage_reader=LfStorageReader(tmp_path))
 
 
 def test_a_flipped_bit_stops_a_dcp_load(tmp_path: Path) -> None:

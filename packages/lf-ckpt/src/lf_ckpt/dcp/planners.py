@@ -23,21 +23,30 @@ class LfSavePlanner(DefaultSavePlanner):
 
 
 class LfLoadPlanner(DefaultLoadPlanner):
-    """Reads what `LfSavePlanner` has written. A list comes back as a tuple where the state dict holds a tuple."""
+    """Reads what `LfSavePlanner` has written. A list comes back as a tuple where the state dict holds a tuple there."""
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state dict."""
         name = read_item.dest_index.fqn
-        found = from_json(value.getvalue())
-        if isinstance(self.state_dict.get(name), tuple):
-            found = tuple(found)
+        found = _like(self.state_dict.get(name), from_json(value.getvalue()))
         self.state_dict[name] = found
-        if self.flatten_state_dict:
-            set_element(self.original_state_dict, self.mappings[name], found)
+        # state_dict is a copy of what the caller gave, also where nothing is flattened.
+        path = self.mappings[name] if self.flatten_state_dict else (name,)
+        set_element(self.original_state_dict, path, found)
 
     def load_pickle(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Put a value into the state dict that a stock planner has pickled; only for trusted files."""
         super().load_bytes(read_item, value)
+
+
+def _like(live: Any, found: Json) -> Json:
+    """`found` with tuples for lists where the live value has tuples."""
+    if isinstance(live, dict) and isinstance(found, dict):
+        return {key: _like(live.get(key), value) for key, value in found.items()}
+    if not (isinstance(live, list | tuple) and isinstance(found, list)):
+        return found
+    values = [_like(live[i] if i < len(live) else None, value) for i, value in enumerate(found)]
+    return tuple(values) if isinstance(live, tuple) else values
 
 
 def to_json(value: Json, name: str) -> bytes:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import os
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -74,11 +75,16 @@ class LfStorageReader(StorageReader):
         """Nothing: the manifest that made the metadata is kept."""
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """The plan as it is."""
-        return plan
+        """The plan, with the step that this rank has found."""
+        found = None if self._manifest is None else (self._manifest.folder, self._manifest.root)
+        return replace(plan, storage_data=found)
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """The plans as they are."""
+        """The plans as they are. CkptError when a writer has committed while the ranks looked for the newest step."""
+        found = {plan.storage_data for plan in plans}
+        if len(found) > 1:
+            steps = ", ".join(sorted(folder for folder, _ in found))
+            raise CkptError(f"{self._store.path}: the ranks would load several steps ({steps}); name one")
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
