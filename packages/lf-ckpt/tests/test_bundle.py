@@ -291,3 +291,8 @@ def test_a_stopped_export_does_not_hinder_the_next(folder: Path, tmp_path: Path)
         lf_ckpt.export_file(store, 2, tmp_path / "x.lfckpt")
 
     assert os.listdir(tmp_path) == ["x.lfckpt"]
+
+
+def test_a_directory_is_no_bundle(tmp_path: Path) -> None:
+    with pytest.raises(lf_ckpt.CkptError, match="cannot be read"):
+        lf_ckpt.load_file(tmp_path)

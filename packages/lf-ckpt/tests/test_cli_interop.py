@@ -101,6 +101,10 @@ def test_damage_is_exit_code_one(path: Path, tmp_path: Path, capsys: pytest.Capt
         (["import", "OUT", "STORE", "--step", "1"], "safetensors"),
         (["import", "OUT", "GONE", "--step", "1"], "GONE"),
         (["verify", "GONE"], "not a checkpoint store"),
+        (["import", "OUT", "STORE", "--step", "-1"], "--step -1"),
+        (["export", "STORE", "--safetensors", "OUT", "--max-shard-bytes", "0"], "--max-shard-bytes 0"),
+        (["bench", "STORE", "--gib", "nan"], "--gib nan"),
+        (["bench", "STORE", "--gib", "inf"], "--gib inf"),
     ],
 )
 def test_what_cannot_be_done_is_exit_code_two(

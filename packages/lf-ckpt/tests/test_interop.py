@@ -199,6 +199,7 @@ HOSTILE = {
     "extra key": blob({"a": {**GOOD["a"], "x": 1}}, bytes(8)),
     "metadata no text": blob({"__metadata__": {"a": 1}}),
     "dtype list": blob({"a": {"dtype": [], "shape": [2], "data_offsets": [0, 8]}}, bytes(8)),
+    "empty and huge": blob({"a": {"dtype": "F32", "shape": [0, 1 << 62, 4], "data_offsets": [0, 0]}}),
     "one offset": blob({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0]}}, bytes(8)),
 }
 
@@ -210,9 +211,27 @@ def test_hostile_safetensors_are_damage_for_us_and_for_the_library(tmp_path: Pat
 
     with pytest.raises(lf_ckpt.CorruptError, match=r"x\.safetensors"):
         lf_ckpt.import_safetensors(path)
-    if name not in ("twice", "extra key", "space first"):  # the library is less strict
+    if name not in ("twice", "extra key", "space first", "empty and huge"):  # the library is less strict
         with pytest.raises(SafetensorError):
             safetensors.load(HOSTILE[name])
+
+
+def test_what_the_metadata_says_of_the_file_is_no_tie(tmp_path: Path) -> None:
+    path = tmp_path / "x.safetensors"
+    safetensors.save_file({"pt": torch.ones(2)}, path, metadata={"format": "pt", "tied": "pt"})
+
+    tensors, items = lf_ckpt.import_safetensors(path)
+
+    assert set(tensors) == {"pt", "tied"}
+    assert items == {"safetensors.metadata": {"format": "pt"}}
+
+
+def test_a_name_that_is_no_text_is_refused_by_name(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "store") as store:
+        store.save(1, {"\ud800": torch.ones(1)}).wait()
+        with pytest.raises(lf_ckpt.UnsupportedError, match="ud800"):
+            lf_ckpt.export_safetensors(store, 1, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_an_element_type_that_we_lack_is_unsupported(tmp_path: Path) -> None:

@@ -206,7 +206,7 @@ def test_nothing_is_loaded_to_the_meta_device(store: lf_ckpt.Store) -> None:
     saved = lf_ckpt.collect(torch.nn.Linear(2, 2))
     with torch.device("meta"):
         model = torch.nn.Linear(2, 2)
-    with pytest.raises(lf_ckpt.UnsupportedError, match="model.weight: is on the meta device"):
+    with pytest.raises(lf_ckpt.UnsupportedError, match=r"model\.weight: is on the meta device"):
         lf_ckpt.restore(model, None, saved)
 
 

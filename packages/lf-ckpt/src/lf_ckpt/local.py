@@ -44,7 +44,9 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
     if tensor.layout != torch.strided:
         raise UnsupportedError(f"{name}: {tensor.layout} tensors cannot be filled in place; load it fresh")
     if tensor.is_meta:
-        raise UnsupportedError(f"{name}: is on the meta device and keeps no values; call to_empty(device=...) first")
+        raise UnsupportedError(
+            f"{name}: is on the meta device and keeps no values; call to_empty(device=...) first"
+        )
     spread = zip(tensor.shape, tensor.stride(), strict=True)
     if tensor.numel() and any(length > 1 and stride == 0 for length, stride in spread):
         raise UnsupportedError(f"{name}: is expanded, so that elements share memory; clone() it first")

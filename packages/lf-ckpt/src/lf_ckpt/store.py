@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("lf_ckpt")
-_STEP_LIMIT = 10**18
+STEP_LIMIT = 10**18
 _READERS = 4  # reads in flight; also on a machine of fewer cores, as they mostly wait for the disk
 _SCANS = 3  # a writer may retire every step that was listed before a reader opens it
 
@@ -113,7 +113,7 @@ class Store:
         RankFailedError and PeerLostError in a group, and CkptError on a closed or read-only store or in a forked child.
         """
         self._writable()
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < _STEP_LIMIT:
+        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
             raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
         optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
         if optimizers and not overlap:

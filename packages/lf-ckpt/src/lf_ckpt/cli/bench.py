@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import shutil
 import statistics
@@ -38,6 +39,8 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     """Save, save again, load; everything written is removed."""
     if catalog.files.traits.whole:
         raise CkptError("bench: give a directory, not a URL")
+    if not math.isfinite(arguments.gib):
+        raise CkptError(f"bench: --gib {arguments.gib} is no size")
     nbytes = int(arguments.gib * (1 << 30))
     _check(nbytes, arguments.saves)
     folder = tempfile.mkdtemp(prefix=".lf-ckpt-bench-", dir=catalog.path)

@@ -68,6 +68,8 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
 
 def _check(arguments: argparse.Namespace) -> None:
     """No option is ignored."""
+    if arguments.max_shard_bytes < 1:
+        raise CkptError(f"export: --max-shard-bytes {arguments.max_shard_bytes}: at least 1")
     if arguments.lfckpt and (arguments.prefix or arguments.copy_ties):
         raise CkptError("export: --prefix and --copy-ties are for --safetensors")
     if arguments.safetensors and arguments.canonical:

@@ -9,6 +9,7 @@ import torch
 from ..catalog import Catalog
 from ..errors import CkptError
 from ..interop import import_any
+from ..store import STEP_LIMIT
 from ..store import open as open_store
 from ..typed import Collected
 from .common import GOOD, Commands, add_verb, emit, human, plain
@@ -30,6 +31,8 @@ def add(commands: Commands) -> None:
 
 def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     """Take the writer's lock, save, wait until it is durable. A step that is there already is not superseded."""
+    if not 0 <= arguments.step < STEP_LIMIT:
+        raise CkptError(f"import: --step {arguments.step}: a whole number from 0 to 10**18 - 1")
     tensors, items = import_any(arguments.source)
     named = Collected({arguments.prefix + name: tensor for name, tensor in tensors.items()}, items)
     with open_store(catalog.path, files=catalog.files) as store:

@@ -191,8 +191,11 @@ def bundle_reader(path: str | os.PathLike[str], files: Storage | None = None) ->
     except OSError as error:
         raise CkptError(f"{target}: cannot be read: {error}") from error
     try:
-        size = layer.size(fd)
-        footer = parse_footer(_tail(layer, fd), size, target)
+        try:
+            size, tail = layer.size(fd), _tail(layer, fd)
+        except OSError as error:  # a directory can be opened, and not read
+            raise CkptError(f"{target}: cannot be read: {error}") from error
+        footer = parse_footer(tail, size, target)
         inside = _Inside(layer, fd, target, footer)
         with StepReader(inside, target, inside.folder()) as reader:
             if reader.manifest.root != footer.root.hex():

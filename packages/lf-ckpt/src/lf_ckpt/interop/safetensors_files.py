@@ -19,6 +19,7 @@ from .safetensors_format import SafeHeader, SafeTensor, header_bytes, parse_head
 
 INDEX: Final = "model.safetensors.index.json"
 _INDEX_LIMIT: Final = 256 << 20
+_ABOUT_THE_FILE: Final = frozenset({"format", "lf_ckpt.step"})  # in the metadata, and never a tied name
 _PLAIN_NAME: Final = re.compile(r"[^/\0]+\.safetensors")
 
 
@@ -43,7 +44,11 @@ def import_safetensors(path: str | os.PathLike[str], prefix: str = "") -> Collec
             metadata |= header.metadata
     except OSError as error:
         raise CkptError(f"{path}: cannot be read: {error}") from error
-    tied = {name: kept for name, kept in metadata.items() if kept in tensors and name not in tensors}
+    tied = {
+        name: kept
+        for name, kept in metadata.items()
+        if kept in tensors and name not in tensors and name not in _ABOUT_THE_FILE
+    }
     tensors |= {name: tensors[kept] for name, kept in tied.items()}
     rest = {name: text for name, text in metadata.items() if name not in tied}
     named = {prefix + name: tensor for name, tensor in tensors.items()}

@@ -96,6 +96,8 @@ def lay_out(tensors: Sequence[tuple[str, str, tuple[int, ...]]]) -> list[SafeTen
             raise UnsupportedError(f"{name}: safetensors has no {dtype}; leave it out (only=) or convert it")
         if name == "__metadata__":
             raise UnsupportedError("a tensor cannot be called __metadata__ in safetensors")
+        if not _is_text(name):
+            raise UnsupportedError(f"{name!r}: no Unicode text, which names in safetensors are")
         size = math.prod(shape) * ITEM_SIZE[dtype]
         placed.append(SafeTensor(name, dtype, shape, at, at + size))
         at += size
@@ -115,7 +117,18 @@ def _tensor(name: str, value: Any, path: str) -> SafeTensor:
         raise UnsupportedError(f"{path}: {name}: element type {dtype[:20]!r} is not known to lf-ckpt")
     if math.prod(shape) * ITEM_SIZE[dtype] != end - begin:
         raise ValueError(f"{name[:40]!r}: {end - begin} bytes for {dtype}{shape}")
+    if math.prod(max(n, 1) for n in shape) >= 1 << 63:
+        raise ValueError(f"{name[:40]!r}: no tensor can have the shape {shape}")
     return SafeTensor(name, dtype, tuple(shape), begin, end)
+
+
+def _is_text(name: str) -> bool:
+    """Whether UTF-8 can write it: lone surrogates have no bytes."""
+    try:
+        name.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _no_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
