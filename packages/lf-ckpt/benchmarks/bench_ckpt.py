@@ -5,7 +5,8 @@
 
 stall: until the call returns and the tensors may change. durable: until the bytes are fsynced. CPU: seconds of this
 process, with what lf-ckpt spends on removing the step before. Every saver saves the same float32 state `repeat` times,
-in turns; the table shows the median and the fastest. The bars compare the fastest.
+in turns; the table shows the median and the fastest. The bars compare the fastest. Peers are taken from
+here or from the environment of LF_PEERS_PYTHON (benchmarks/peers/requirements.txt; nox sets it).
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ from ckpt_savers import (
     DirectIo,
     HashPass,
     LfCkpt,
+    LfCkptDelta,
     Memcpy,
+    MoonclipDelta,
     Run,
     Saver,
     Skipped,
@@ -79,8 +82,8 @@ def fsync_tree(path: Path) -> None:
 
 
 def newest_size(path: Path) -> int:
-    """Bytes of one save: of the newest step folder of a store, of everything otherwise."""
-    steps = list(path.glob("store/steps/*"))
+    """Bytes of one save: of the newest folder of a store that has one per step, of everything otherwise."""
+    steps = [*path.glob("store/steps/*"), *path.glob("moonclip/snapshots/*")]
     return sum(
         f.stat().st_size
         for f in files_below(max(steps, key=lambda p: p.stat().st_mtime_ns) if steps else path)
@@ -196,9 +199,11 @@ def bars(saves: Runs, loads: Runs) -> list[dict[str, Any]]:
         bar("cold load / O_DIRECT read", best(loads, ours, "durable"), [best(loads, io, "durable")], 1 / 0.9),
     ]
     for key in ("stall", "durable"):
-        peers = [best(saves, kind.name, key) for kind in PEERS]
+        peers = [best(saves, kind.name, key) for kind in PEERS if kind.full]
         known = [value for value in peers if value is not None]
         found.append(bar(f"{key} / best peer", best(saves, ours, key), [min(known, default=None)], 1.0))
+        delta = best(saves, LfCkptDelta.name, key)
+        found.append(bar(f"delta, {key} / moonclip", delta, [best(saves, MoonclipDelta.name, key)], 1.0))
     return [one for one in found if one is not None]
 
 

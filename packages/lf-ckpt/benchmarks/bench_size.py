@@ -3,6 +3,8 @@
 
     bench_size.py --json OUT.json [--dir DIR]
 
+moonclip is taken from here or from the environment of LF_PEERS_PYTHON (benchmarks/peers/requirements.txt; nox sets it).
+
 Saves fulls and deltas of the runs in training_run.py at chosen steps. A size is everything that a save adds to its
 folder, index and manifest included, over the raw bytes of the state. Sizes do not depend on the machine's load.
 """
@@ -22,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ckpt_savers import add_peers_path
 from training_run import RATE, Run, corpus, dense_run, freeze_all_but_last, sparse_run
 
 import lf_ckpt
@@ -30,7 +33,7 @@ Tensors = dict[str, torch.Tensor]
 BARS = {
     "dense": {60: 0.84, 61: 0.70, 65: 0.75, 80: 0.79},
     "bf16 weights, lr 1e-6": {164: 0.015},
-    "5 of 6 blocks frozen, weights": {184: 0.12},
+    "5 of 6 blocks frozen, weights": {184: 0.12, 203: 0.12},
     "sparse table": {101: 0.05},
 }
 MOONCLIP_RATIO = 0.95
@@ -182,6 +185,7 @@ def main() -> None:
         "torch": torch.__version__,
         "lf-ckpt": lf_ckpt.__version__,
     }
+    add_peers_path()
     try:
         versions["moonclip"] = importlib.metadata.version("moonclip")
         savers.append(Moonclip)
