@@ -10,6 +10,8 @@ import torch
 from ckpt_states import assert_same, bits, copy_of, state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.two_tensor import TwoTensor
 
 import lf_ckpt
 from lf_ckpt.dtypes import dtype_of
@@ -222,14 +224,23 @@ def test_items_that_are_not_json_are_refused_before_anything_is_written(tmp_path
         assert list((tmp_path / "steps").iterdir()) == []
 
 
+def freed(tensor: torch.Tensor) -> torch.Tensor:
+    """As FSDP leaves the parameters that it has resharded."""
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
 @pytest.mark.parametrize(
     "tensor",
     [
         torch.eye(3).to_sparse(),
         torch.empty(2, device="meta"),
         [1.0],
+        TwoTensor(torch.ones(2), torch.ones(2)),
+        FakeTensorMode().from_tensor(torch.ones(2)),
+        freed(torch.ones(2)),
     ],
-    ids=["sparse", "meta", "list"],
+    ids=["sparse", "meta", "list", "wrapper", "fake", "freed"],
 )
 def test_tensors_without_plain_bytes_are_refused_by_name(tmp_path: Path, tensor: object) -> None:
     with lf_ckpt.open(tmp_path) as store, pytest.raises(lf_ckpt.UnsupportedError, match="culprit"):

@@ -164,10 +164,26 @@ def _check_tensor(name: object, tensor: object) -> None:
 def _stream(name: str, tensor: torch.Tensor) -> Stream:
     local, box = window_of(name, tensor)
     dtype, full = name_of(tensor.dtype), tuple(tensor.shape)
+    if local.numel() and not _address(local):
+        what = f"{type(local).__name__} without memory of its own"
+        raise UnsupportedError(
+            f"{name}: {what}; save the tensors that it is made of, or convert it to a plain one"
+        )
     size = local.numel() * ITEM_SIZE[dtype]
     if box == whole(full):
         return Stream(name, dtype, full, size, local)
     return Stream(name, dtype, box.shape, size, local, full, box.offsets)
+
+
+def _address(tensor: torch.Tensor) -> int:
+    """Where the elements are; 0 for a wrapper of other tensors, for one that is fake, and where storage was freed.
+
+    All of these look alike: they would be taken for names of one tensor.
+    """
+    try:
+        return tensor.data_ptr()
+    except RuntimeError:
+        return 0
 
 
 def _identity(stream: Stream) -> object | None:

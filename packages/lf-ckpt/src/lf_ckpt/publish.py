@@ -108,15 +108,19 @@ class Publisher:
         """Tensors as they are published; names of the same memory stay tied."""
         if self._dtype is None:
             return dict(tensors)
-        done: dict[object, torch.Tensor] = {}
+        done: dict[
+            object, tuple[torch.Tensor, torch.Tensor]
+        ] = {}  # the first ones keep their addresses taken
         cast: dict[str, torch.Tensor] = {}
         for name, tensor in tensors.items():
             if not isinstance(tensor, torch.Tensor) or not tensor.is_floating_point():
                 cast[name] = tensor
                 continue
-            key = _memory(tensor)
-            done.setdefault(key, tensor.detach().to(self._dtype))
-            cast[name] = done[key]
+            local = getattr(tensor, "_local_tensor", tensor)  # of a DTensor, which has no address of its own
+            key = (_memory(local), tuple(tensor.shape)) if local.data_ptr() else object()
+            if key not in done:
+                done[key] = (tensor, tensor.detach().to(self._dtype))
+            cast[name] = done[key][1]
         return cast
 
 
@@ -274,4 +278,5 @@ def _key(folder: str) -> tuple[int, int]:
 
 def _memory(tensor: torch.Tensor) -> object:
     """Equal for two tensors that are the same elements of the same memory, while both live."""
-    return (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    place = (tensor.device, tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+    return (*place, tensor.is_conj(), tensor.is_neg())
