@@ -35,6 +35,9 @@ class Engine(Protocol):
     def submit(self, memory: Bytes, offset: int, landed: Callable[[], None]) -> None:
         """Begin to write; raises the OSError of an earlier write that has failed meanwhile."""
 
+    def relieve(self) -> None:
+        """The caller is about to wait for memory that may be in here: let it land, or be sure that it does."""
+
     def flush(self) -> None:
         """Return when everything has landed; raises the first error."""
 
@@ -64,6 +67,9 @@ class ThreadEngine:
             piece = memory[at : at + PIECE_BYTES]
             self._flying.add(self._pool.submit(self._write, piece, offset + at, countdown))
         self._flying = {future for future in self._flying if not future.done()}
+
+    def relieve(self) -> None:
+        """Memory lands by itself."""
 
     def flush(self) -> None:
         """See Engine."""
@@ -119,6 +125,12 @@ class RingEngine:
         self._landed.append(landed)
         self._bytes += memory.size
         if self._budget is not None and self._bytes >= self._budget:
+            self.flush()
+
+    def relieve(self) -> None:
+        """See Engine. What is written may be a small part of what it keeps from the slab: raw bytes compress, and
+        a ring gives nothing back before its oldest piece."""
+        if self._budget is not None and self._landed:
             self.flush()
 
     def flush(self) -> None:

@@ -112,9 +112,11 @@ def _write_file(job: SaveJob, writer: DataFileWriter) -> DataFile:
         job.sink.sync()
         return file
     finally:
-        job.sink.close()
-        if job.base is not None and job.base.parents is not None:
-            job.base.parents.close()
+        try:
+            job.sink.close()
+        finally:
+            if job.base is not None and job.base.parents is not None:
+                job.base.parents.close()
 
 
 def translate(error: BaseException, catalog: Catalog, needed: int) -> BaseException:
@@ -140,13 +142,19 @@ def _new_writer(job: SaveJob, catalog: Catalog, pool: Executor | None) -> DataFi
 
 def _write_data(job: SaveJob, writer: DataFileWriter) -> None:
     writer.start()
-    while (staged := job.incoming.get()) is not None:
+    while (staged := _next_staged(job)) is not None:
         if isinstance(staged, BaseException):
             raise staged
         if staged.ready is not None:
             staged.ready.synchronize()
         piece = staged.piece
         writer.add(staged.chunk, job.slab.room(piece), partial(job.slab.release, piece))
+
+
+def _next_staged(job: SaveJob) -> Staged | BaseException | None:
+    if job.incoming.empty():
+        job.sink.relieve()
+    return job.incoming.get()
 
 
 def versions() -> dict[str, str]:

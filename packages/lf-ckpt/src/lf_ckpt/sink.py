@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 
 from .codec import Bytes
 from .crew import Crew
@@ -56,6 +57,11 @@ class Sink:
         self._pace(memory.size)
         self._engine.submit(memory, offset, landed)
 
+    def relieve(self) -> None:
+        """Before waiting for more to be staged: staging may be waiting for memory that is still to be written."""
+        if self._engine is not None:
+            self._engine.relieve()
+
     def flush(self) -> None:
         """Return when every byte is with the kernel; raises the first error."""
         if self._engine is not None:
@@ -69,8 +75,9 @@ class Sink:
         """Wait until no memory is in use and close the descriptors."""
         if self._engine is not None:
             self._engine.close()
-        while self._fds:
-            self._files.close(self._fds.pop())
+        with ExitStack() as stack:  # the others too when one fails
+            while self._fds:
+                stack.callback(self._files.close, self._fds.pop(0))
 
     def _pace(self, count: int) -> None:
         if self._throttle is not None:
