@@ -16,8 +16,10 @@ from torch import nn
 import lf_ckpt
 import lf_ckpt.fence
 from lf_ckpt import staging
-from lf_ckpt.fence import in_order_of_change
+from lf_ckpt.fence import Gate, in_order_of_change
 from lf_ckpt.plan import make_plan
+from lf_ckpt.progress import Progress
+from lf_ckpt.slab import Slab, StagingAbortedError
 
 OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "adamw": lambda m: torch.optim.AdamW(m.parameters(), 0.1),
@@ -203,3 +205,65 @@ def test_a_fence_without_overlap_or_without_hooks_is_refused(tmp_path: Path) -> 
         with pytest.raises(lf_ckpt.CkptError, match=r"handle\.fence"):
             store.save(1, {"w": layer.weight}, overlap=True, fence=(object(),))  # type: ignore[arg-type]
         store.save(1, {"w": layer.weight}).wait()
+
+
+def test_a_fence_that_was_interrupted_holds_the_next_step_too() -> None:
+    class Interrupted(Progress):
+        calls = 0
+
+        def fence(self, streams: int | None = None) -> None:
+            self.calls += 1
+            if self.calls == 1:
+                raise KeyboardInterrupt
+
+    gate, progress = Gate(), Interrupted()
+    gate.arm(progress, 1)
+    with pytest.raises(KeyboardInterrupt):
+        gate()
+    gate()
+    gate()
+    assert progress.calls == 2
+
+
+def test_an_optimizer_that_does_not_step_collects_nothing(tmp_path: Path) -> None:
+    model = network()
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    with lf_ckpt.open(tmp_path, keep=[lf_ckpt.Last(1)]) as store:
+        for step in range(5):
+            store.save(step, dict(model.state_dict()), overlap=True, fence=optimizer).wait()
+    assert len(lf_ckpt.fence.gate_of(optimizer)._pending) == 1
+
+
+class Event:
+    """Stands for a device event of a copy that takes its time."""
+
+    def __init__(self) -> None:
+        self.arrived = False
+
+    def synchronize(self) -> None:
+        self.arrived = True
+
+
+def test_copies_that_are_queued_when_staging_fails_have_arrived_before_the_slab_is_used_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    events: list[Event] = []
+
+    def queue(*_: object) -> Event:
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(staging, "_copy_in", queue)
+    slab = Slab(4 << 20, False)
+    plan = make_plan({"a": torch.zeros(1 << 18), "b": torch.zeros(1 << 18)}, {})
+
+    def deliver(staged: staging.Staged) -> None:
+        if staged.chunk.stream == 1:
+            slab.abort()
+            slab.take(1)
+
+    with pytest.raises(StagingAbortedError):
+        staging.stage(plan, slab, 1 << 20, deliver, Progress())
+    assert len(events) == 2
+    assert events[-1].arrived  # the last one of a device is behind the others
+    slab.close()

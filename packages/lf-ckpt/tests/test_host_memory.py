@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
+import lf_ckpt
 from lf_ckpt import host_memory
 from lf_ckpt.host_memory import HostMemory
 
@@ -129,6 +132,48 @@ def test_a_refusal_is_noted_and_nobody_waits_for_ever(runtime: Runtime) -> None:
     memory.lock()
     memory.wait_ready(memory.size)
     memory.close()
+
+
+def test_a_device_that_raises_leaves_memory_unlocked_and_nobody_waiting(
+    runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(_: int) -> Any:
+        raise RuntimeError("CUDA error: an illegal memory access was encountered")
+
+    monkeypatch.setattr(torch.cuda, "device", broken)
+    memory = HostMemory(12 * MIB, pinned=True)
+    memory.wait_ready(memory.size)
+
+    assert not memory.pinned
+    assert "illegal memory access" in memory.note()
+    memory.close()
+
+
+def test_memory_prepared_ahead_is_locked_through_the_device_of_the_caller(
+    tmp_path: Path, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    here = threading.local()  # as CUDA has it: each thread begins on device 0
+    used: list[int] = []
+
+    @contextlib.contextmanager
+    def on(device: int) -> Iterator[None]:
+        before, here.device = getattr(here, "device", 0), device
+        yield
+        here.device = before
+
+    real = host_memory._register_one
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: getattr(here, "device", 0))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(host_memory, "_register_one", lambda *a: used.append(a[0]) or real(*a))
+    with on(3), lf_ckpt.open(tmp_path, expected_bytes=5 * MIB) as store:
+        assert store._saver is not None
+        assert store._saver._early_slab is not None
+        store._saver._early_slab.result(30)
+        assert store._saver._slab is not None
+        store._saver._slab.memory.wait_ready(5 * MIB)
+    assert set(used) == {3}
 
 
 def test_forgotten_memory_is_unlocked_by_the_collector(runtime: Runtime) -> None:

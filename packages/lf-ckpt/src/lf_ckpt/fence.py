@@ -31,15 +31,15 @@ class Gate:
 
     def arm(self, progress: Progress, streams: int) -> None:
         """The next step waits until the first `streams` streams of a save are copied."""
-        self._pending.append((progress, streams))
+        # An optimizer that does not step for long must not collect what has ended meanwhile.
+        self._pending[:] = [*(entry for entry in self._pending if not entry[0].arrived), (progress, streams)]
 
     def __call__(self, *_: Any) -> None:
         """Called by torch before each step, with the optimizer and its arguments."""
-        if not self._pending:
-            return
-        pending, self._pending = self._pending, []
-        for progress, streams in pending:
+        while self._pending:
+            progress, streams = self._pending[0]
             progress.fence(streams)
+            del self._pending[0]  # not before: after a Ctrl-C in there the next step has to wait as well
 
 
 def gate_of(optimizer: torch.optim.Optimizer) -> Gate:

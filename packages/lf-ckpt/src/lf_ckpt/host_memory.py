@@ -177,10 +177,15 @@ def _mapping(size: int) -> mmap.mmap:
 
 def _register_one(device: int, address: int, count: int) -> str:
     """Page-lock a range; what was refused, or ""."""
-    with torch.cuda.device(device):  # a new thread would make a context on device 0
-        runtime: Any = torch.cuda.cudart()
-        code = runtime.cudaHostRegister(address, count, _PORTABLE)
-        return "" if int(code) == 0 else f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
+    try:
+        with torch.cuda.device(device):  # a new thread would make a context on device 0
+            runtime: Any = torch.cuda.cudart()
+            code = runtime.cudaHostRegister(address, count, _PORTABLE)
+            return "" if int(code) == 0 else f"cudaHostRegister: {runtime.cudaGetErrorString(code)}"
+    except (
+        Exception
+    ) as error:  # as on a broken device; were this thread to die, others would wait for it for ever
+        return f"cudaHostRegister: {error}"
 
 
 def _unregister(addresses: list[int], pid: int) -> None:

@@ -34,6 +34,12 @@ class Progress:
             self._over = True
             self._changed.notify_all()
 
+    @property
+    def arrived(self) -> bool:
+        """Whether nothing is left to wait for: no copy will be queued any more, and those that were have ended."""
+        with self._changed:
+            return self._over and all(event.query() for _, _, event in self._events)
+
     def fence(self, streams: int | None = None) -> None:
         """Return when the calling thread may change the first `streams` streams (None: all), or queue such work.
 

@@ -62,7 +62,10 @@ class Saver:
         self.damaged: set[str] = set()
         if options.expected_bytes is not None:
             pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-            self._early_slab = self._stager.submit(self._fit_slab, options.expected_bytes, pinned)
+            device = (
+                torch.cuda.current_device() if pinned else None
+            )  # of this thread; others begin on device 0
+            self._early_slab = self._stager.submit(self._fit_early, options.expected_bytes, device)
 
     def start(
         self,
@@ -255,6 +258,10 @@ class Saver:
         assert self._slab is not None
         self._slab.reset()
         return self._slab
+
+    def _fit_early(self, state_bytes: int, device: int | None) -> None:
+        with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
+            self._fit_slab(state_bytes, device is not None)
 
     def _fit_slab(self, state_bytes: int, pinned: bool) -> None:
         held = self._slab.size if self._slab is not None else 0

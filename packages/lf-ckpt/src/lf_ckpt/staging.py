@@ -38,6 +38,9 @@ class SideStreams:
         """Do `work` in the calling thread with these streams current."""
         with ExitStack() as stack:
             for stream in self._streams:
+                # A thread begins on device 0. Going back to it by way of a stream would make a context there, some
+                # hundred MB of the memory of another rank; leaving `device` does not.
+                stack.enter_context(torch.cuda.device(stream.device))
                 stack.enter_context(torch.cuda.stream(stream))
             return work()
 
@@ -56,16 +59,22 @@ def stage(
     Copies from a device are queued on its current stream; the events returned, one per device, are behind the last.
     """
     last: dict[torch.device, torch.cuda.Event] = {}  # a later event of a device covers its earlier ones
-    for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
-        piece = slab.take(chunk.length)
-        stream = plan.streams[chunk.stream]
-        event = _copy_in(stream, chunk, slab, piece)
-        deliver(Staged(chunk, piece, event))
-        device = stream.source.device if isinstance(stream.source, torch.Tensor) else torch.device("cpu")
-        if event is not None:
-            last[device] = event
-        if chunk.start + chunk.length == stream.nbytes:
-            progress.advance(chunk.stream, device, event)
+    try:
+        for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
+            piece = slab.take(chunk.length)
+            stream = plan.streams[chunk.stream]
+            event = _copy_in(stream, chunk, slab, piece)
+            device = stream.source.device if isinstance(stream.source, torch.Tensor) else torch.device("cpu")
+            if event is not None:
+                last[device] = event
+            deliver(Staged(chunk, piece, event))
+            if chunk.start + chunk.length == stream.nbytes:
+                progress.advance(chunk.stream, device, event)
+    except BaseException:
+        # The next save empties the slab and fills it from another stream: what is queued must have arrived by then.
+        for event in last.values():
+            event.synchronize()
+        raise
     return list(last.values())
 
 
