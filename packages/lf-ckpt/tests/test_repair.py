@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import lf_ckpt
 from lf_ckpt import FileLayer, cli
+from lf_ckpt.identity import dump_format
 from lf_ckpt.repairing import Action, Finding, plan_repair
 
 COMMON = {"frozen": torch.arange(100_000.0)}
@@ -121,7 +122,9 @@ def test_unfinished_saves_and_a_wrong_head_are_mended(path: Path, capsys: pytest
     check_all_load(path, [1, 2, 3, 4, 5])
 
 
-@pytest.mark.parametrize("content", [None, b"", b"\0" * 100, b'{"format":'])
+@pytest.mark.parametrize(
+    "content", [None, b"", b"\0" * 100, b'{"format":', dump_format("0" * 32)[:-40] + b"\n"]
+)
 def test_a_lost_format_file_is_written_anew_from_the_steps(
     path: Path, content: bytes | None, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -139,8 +142,8 @@ def test_a_lost_format_file_is_written_anew_from_the_steps(
 def test_a_store_of_another_version_is_not_overwritten(
     path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (path / "FORMAT").write_bytes((path / "FORMAT").read_bytes().replace(b"[1,0]", b"[2,0]"))
-    before = (path / "FORMAT").read_bytes()
+    before = dump_format("0" * 32, (2, 0))
+    (path / "FORMAT").write_bytes(before)
 
     assert cli.main(["repair", str(path), "--yes"]) == 2
     assert "another version" in capsys.readouterr().err

@@ -1,6 +1,6 @@
 """The directory of a store: which steps are committed, how one is committed, how one is removed.
 
-store/FORMAT                     {"format": "lfckpt-store", "store": id, "version": [1, 0]}
+store/FORMAT                     {"format": "lfckpt-store", "store": id, "sum": checksum, "version": [1, 0]}
 store/LOCK                       owner of the writer
 store/HEAD                       folder of the newest step; a hint for people, readers do not trust it
 store/steps/<step>/rank-<r>.lfckpt  one per rank that wrote the step
@@ -22,15 +22,14 @@ from typing import Protocol
 from .commit import TEMPORARY, choose_commit
 from .errors import CkptError, CorruptError
 from .files import gone, read_all
-from .jsonio import canonical, parse_canonical
+from .identity import FORMAT_LIMIT, dump_format, parse_format
+from .jsonio import canonical
 from .manifest import Manifest, dump, folder_name, is_data_file, parse_folder
 from .reader import MANIFEST, read_manifest
 from .retention import Candidate, Rule, doomed
 from .storage import Storage
 
 _log = logging.getLogger("lf_ckpt")
-FORMAT_NAME = "lfckpt-store"
-_FORMAT_LIMIT = 4096
 PIN = "PIN"
 _LOOK_AGAIN = (0, 0.1, 0.5, 2.0)  # seconds; NFS forgets a missing name after its directory cache expires
 
@@ -62,27 +61,16 @@ class Catalog:
         """Make the directory and FORMAT where they are missing; a new store gets `store_id`, or one of its own."""
         self.make_folder(self.steps)
         if not self.files.exists(os.path.join(self.path, "FORMAT")) or self._format_unfinished():
-            document = {"format": FORMAT_NAME, "store": store_id or uuid.uuid4().hex, "version": [1, 0]}
-            self.commits.publish(self.path, "FORMAT", canonical(document) + b"\n")
+            self.commits.publish(self.path, "FORMAT", dump_format(store_id or uuid.uuid4().hex))
 
     def identify(self) -> None:
         """Read FORMAT; CkptError when this is no store, CorruptError when FORMAT is damaged."""
         path = os.path.join(self.path, "FORMAT")
         try:
-            data = read_all(self.files, path, _FORMAT_LIMIT)
+            data = read_all(self.files, path, FORMAT_LIMIT)
         except (FileNotFoundError, NotADirectoryError) as error:
             raise CkptError(f"{self.path}: not a checkpoint store (no FORMAT file)") from error
-        try:
-            document = parse_canonical((data or b"").removesuffix(b"\n"))
-            name, version, store = document["format"], document["version"], document["store"]
-            known = name == FORMAT_NAME and version[0] == 1 and len(bytes.fromhex(store)) == 16
-        except (ValueError, KeyError, TypeError, IndexError) as error:
-            raise CorruptError(path, f"cannot be read: {error}") from error
-        if not known:
-            raise CorruptError(
-                path, "another format or version", expected=f"{FORMAT_NAME} 1", found=f"{name} {version}"
-            )
-        self.store_id = store
+        self.store_id = parse_format(data, path)
 
     def folders(self) -> list[str]:
         """Folders of committed steps, oldest first; their MANIFEST may still turn out damaged."""

@@ -5,16 +5,16 @@ Nothing is deleted but unfinished saves and temporary files; damaged steps move 
 
 from __future__ import annotations
 
-import contextlib
 import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Literal, TypeAlias
 
-from .catalog import FORMAT_NAME, Catalog
+from .catalog import Catalog
 from .errors import CkptError, CorruptError
 from .files import read_all
-from .jsonio import canonical, parse_canonical
+from .identity import FORMAT_LIMIT, OtherVersionError, dump_format, parse_format
+from .jsonio import parse_canonical
 from .loading import describe, verify_step
 from .manifest import Manifest
 from .reader import StepReader, read_manifest
@@ -85,8 +85,7 @@ def run_repair(catalog: Catalog, actions: list[Action]) -> None:
     """Do it; the caller holds the lock since before the plan was made. Stopping anywhere loses nothing."""
     for action in actions:
         if action.kind == "write-format":
-            document = {"format": FORMAT_NAME, "store": catalog.store_id, "version": [1, 0]}
-            catalog.commits.publish(catalog.path, "FORMAT", canonical(document) + b"\n")
+            catalog.commits.publish(catalog.path, "FORMAT", dump_format(catalog.store_id))
         elif action.kind == "remove-unfinished":
             catalog.remove(action.subject)
         elif action.kind == "quarantine":
@@ -101,10 +100,12 @@ def infer_store(catalog: Catalog) -> str:
     CkptError when they do not agree, and when FORMAT can be read and names what this version does not know.
     """
     path = os.path.join(catalog.path, "FORMAT")
-    with contextlib.suppress(OSError, ValueError):
-        data = read_all(catalog.files, path, _SMALL) or b""
-        if parse_canonical(data.removesuffix(b"\n")) is not None:
-            raise CkptError(f"{path}: written by another version of lf-ckpt; nothing done")
+    try:
+        parse_format(read_all(catalog.files, path, FORMAT_LIMIT), path)
+    except OtherVersionError as error:
+        raise CkptError(f"{path}: written by another version of lf-ckpt; nothing done") from error
+    except (OSError, CorruptError):
+        pass
     stores = {m.store for folder in catalog.folders() if (m := _manifest(catalog, folder)) is not None}
     if len(stores) != 1:
         raise CkptError(f"{path}: damaged, and the steps name {len(stores)} stores; nothing done")
