@@ -12,10 +12,10 @@ import numpy.typing as npt
 from .codec import Bytes
 from .deltas import unit_hashes
 from .errors import CkptError, CorruptError
+from .free_memory import available_memory
 from .manifest import StreamKey, data_file_name
 from .options import Options
 from .reader import StepReader, new_scratch
-from .sizing import available_memory
 from .storage import Storage
 
 Hashes: TypeAlias = npt.NDArray[np.uint64]

@@ -16,6 +16,7 @@ from .catalog import Catalog
 from .crew import Crew
 from .errors import CkptError
 from .fence import ends_in, gate_of, in_order_of_change
+from .free_memory import available_memory
 from .handle import SaveHandle
 from .manifest import Parent, data_file_name
 from .options import Options
@@ -24,7 +25,7 @@ from .plan import Plan
 from .report import SaveReport
 from .saving import SaveJob, failed_report, run, translate
 from .sink import Writing
-from .sizing import available_memory, choose_slab, chunk_bytes_for, predict_stall
+from .sizing import choose_slab, chunk_bytes_for, predict_stall
 from .slab import Slab, StagingAbortedError
 from .staging import side_streams, stage
 from .team import Begun, Team

@@ -1,4 +1,4 @@
-"""How large the slab is. Pure but for one look at free memory."""
+"""How large the slab is. Pure."""
 
 from __future__ import annotations
 
@@ -43,15 +43,3 @@ def predict_stall(state_bytes: int, slab_bytes: int, rate: float | None) -> floa
 def chunk_bytes_for(slab_bytes: int) -> int:
     """Bytes staged at a time: 16 MiB, or a quarter of a small slab, in whole extents."""
     return max(min(CHUNK_BYTES, slab_bytes // 4 // EXTENT_BYTES * EXTENT_BYTES), EXTENT_BYTES)
-
-
-def available_memory() -> int | None:
-    """MemAvailable in bytes, or None where the kernel does not say."""
-    try:
-        with open("/proc/meminfo") as file:
-            for line in file:
-                if line.startswith("MemAvailable:"):
-                    return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        return None
-    return None

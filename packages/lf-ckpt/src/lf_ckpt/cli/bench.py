@@ -16,7 +16,7 @@ import torch
 
 from ..catalog import Catalog
 from ..errors import CkptError
-from ..sizing import available_memory
+from ..free_memory import available_memory
 from ..store import Store
 from ..store import open as open_store
 from .common import GOOD, Commands, add_verb, emit, human
