@@ -115,6 +115,41 @@ def test_auto_chooses_and_says_why(store: Path, files: Files, says: str) -> None
     assert not files.direct  # every descriptor was closed
 
 
+class SecondFails(Files):
+    """A step and its base on two file systems, in effect: the second file cannot be opened past the page cache."""
+
+    def __init__(self, code: int = 0) -> None:
+        super().__init__()
+        self.code = code
+
+    def open_direct_read(self, path: str) -> int | None:
+        if not self.direct:
+            return super().open_direct_read(path)
+        if self.code:
+            raise OSError(self.code, os.strerror(self.code), path)
+        return None
+
+
+def test_when_one_file_of_a_step_refuses_all_are_read_buffered(store: Path) -> None:
+    files = SecondFails()
+    with lf_ckpt.open(store, read_only=True, files=files) as reader:
+        loaded = reader.load(2)
+        assert loaded.report.io == "buffered, the file system refuses O_DIRECT"
+        with pytest.raises(lf_ckpt.CkptError, match="io='direct' cannot be had"):
+            reader.load(2, io="direct")
+    assert not files.direct
+
+
+def test_a_failed_open_leaves_no_descriptor(store: Path) -> None:
+    files = SecondFails(errno.EMFILE)
+    with (
+        lf_ckpt.open(store, read_only=True, files=files) as reader,
+        pytest.raises(OSError, match="open files"),
+    ):
+        reader.load(2)
+    assert not files.direct
+
+
 def test_direct_reads_that_are_refused_are_an_error_with_the_reason(store: Path) -> None:
     with lf_ckpt.open(store, read_only=True, files=Files(opens=False)) as reader:
         with pytest.raises(lf_ckpt.CkptError, match=r"io='direct' cannot be had.*O_DIRECT.*io='auto'"):

@@ -56,7 +56,7 @@ class Fetch:
         if self._note:
             return
         cached = "" if io == "direct" else _why_cached(self._files)
-        self._note = cached or self._open_direct()
+        self._note = cached or self._all_direct()
         if io == "direct" and not self._direct:
             raise CkptError(f"{reader.path}: io='direct' cannot be had: {self._note}; use io='auto'")
 
@@ -74,8 +74,19 @@ class Fetch:
         while self._direct:
             self._direct.pop().close()
 
+    def _all_direct(self) -> str:
+        """Open every file past the page cache, or none; how, or why not."""
+        opened = False
+        try:
+            note = self._open_direct()
+            opened = len(self._direct) == len(self._files)
+        finally:
+            if not opened:
+                self.close()
+        return note
+
     def _open_direct(self) -> str:
-        """Open every file past the page cache; how, or why not."""
+        """Open file after file past the page cache until one refuses; how, or why not."""
         for file in self._files:
             files = file.files
             if not isinstance(files, FileLayer):
