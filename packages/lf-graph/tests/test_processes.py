@@ -58,7 +58,9 @@ def test_batches_of_loader_workers_started_beside_a_captured_step_train_it(start
 
     found = [float(step(x, y).loss) for x, y in loader]
 
-    assert found == [plain.eager(x, y) for x, y in zip(X.split(3), Y.split(3), strict=True)]
+    # the flat AdamW rounds in its own order: a bit of a later loss, or none, by the CPU's vector instructions
+    wanted = [plain.eager(x, y) for x, y in zip(X.split(3), Y.split(3), strict=True)]
+    assert found == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("duplicate", [pickle.dumps, copy.deepcopy])

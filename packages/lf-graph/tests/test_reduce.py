@@ -47,11 +47,11 @@ def largest_difference(a: list[Any], b: list[Any]) -> float:
     ids=["plain", "accumulate", "clip", "bf16"],
 )
 def test_ragged_ranks_train_like_ddp(ranks: Ranks, wrapped: bool, options: dict[str, Any]) -> None:
-    # 1e-7 and not bits: AdamW's flat kernel multiplies by 1/count where the loop by hand multiplies by 2/count after
+    # 3e-7 and not bits: AdamW's flat kernel multiplies by 1/count where the loop by hand multiplies by 2/count after
     # DDP halved, and both round in their own order
     results = ranks.call(cases.twins, wrapped=wrapped, **options)
     for plain, ours, _ in results:
-        assert largest_difference(plain, ours) <= 1e-7
+        assert largest_difference(plain, ours) <= 3e-7
         assert largest_difference(ours, cases.values(cases.net())) > 1e-3  # it did train
     assert same_bits(results[0][1], results[1][1])
 
@@ -206,7 +206,7 @@ def test_the_loss_may_call_the_wrapper(ranks: Ranks) -> None:
 def test_the_wrapper_trains_eagerly_after_close(ranks: Ranks) -> None:
     results = ranks.call(cases.eager_after_close)
     for ours, plain in results:
-        assert largest_difference(ours, plain) <= 1e-7
+        assert largest_difference(ours, plain) <= 3e-7
     assert same_bits(results[0][0], results[1][0])
 
 
