@@ -37,8 +37,9 @@ GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 # Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
-# model stay together), lf-graph's and lf-ckpt's take half the time (ranks are started once for a file).
+# model stay together), those of lf-format, lf-graph and lf-ckpt take half the time (ranks are started once for a file).
 PARALLEL = {
+    "lf-format": ["-n", "2"],
     "lf-graph": ["-n", "2"],
     "lf-ckpt": ["-n", "2", "--dist", "loadfile"],
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
