@@ -16,6 +16,8 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 
 import lf_graph
 from lf_graph import AllReduce, Chain, GraphError, Piece, ShardedParameterError, TrainStep
+from lf_graph._adamw import FusedAdamW
+from lf_graph._flat import FlatParameters
 
 WORLD = 2
 SMALL_BUCKETS = 512  # bytes; the net below fills several
@@ -65,15 +67,46 @@ def values(model: nn.Module) -> list[Any]:
     return [t.detach().cpu().numpy().copy() for t in model.state_dict().values()]
 
 
+Finish = Callable[[Tensor], None]  # the end of an update: gradients times a scale, clipped, to the optimizer
+
+
+def by_torch(model: nn.Module, optimizer: torch.optim.Optimizer, clip: float = 0.0) -> Finish:
+    """As one writes it by hand."""
+
+    def finish(scale: Tensor) -> None:
+        for p in model.parameters():
+            p.grad.mul_(scale)
+        if clip:
+            nn.utils.clip_grad_norm_(model.parameters(), clip)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return finish
+
+
+@contextmanager
+def by_flat(optimizer: torch.optim.Optimizer, clip: float = 0.0) -> Iterator[Finish]:
+    """With TrainStep's own AdamW, which rounds in another order than torch's: what is left is what ranks add up."""
+    flat = FlatParameters(optimizer)
+    fused = FusedAdamW(flat, clip=clip)
+
+    def finish(scale: Tensor) -> None:
+        fused.set_gradients([p.grad for p in flat.parameters])
+        fused.step(scale)
+        optimizer.zero_grad()
+
+    yield finish
+    flat.close()
+
+
 def eager_ddp(
     model: DDP,
-    optimizer: torch.optim.Optimizer,
+    finish: Finish,
     micros: list[tuple[Tensor, Tensor, Tensor]],
-    accumulate: int,
-    clip: float,
-    autocast: torch.dtype | None,
+    accumulate: int = 1,
+    autocast: torch.dtype | None = None,
 ) -> None:
-    """The loop one writes by hand: sums, one synchronised backward, gradients divided by the count of all ranks."""
+    """Sums, one synchronised backward, and an end with what makes DDP's mean a sum over the count of all ranks."""
     for start in range(0, len(micros), accumulate):
         group = micros[start : start + accumulate]
         count = torch.stack([w.sum() for _, _, w in group]).sum()
@@ -88,12 +121,7 @@ def eager_ddp(
             with quiet, cast:
                 total, _ = model(*micro)
                 total.backward()
-        for p in model.parameters():
-            p.grad.mul_(WORLD / count)
-        if clip:
-            nn.utils.clip_grad_norm_(model.parameters(), clip)
-        optimizer.step()
-        optimizer.zero_grad()
+        finish(WORLD / count)
 
 
 def run_step(step: TrainStep, micros: list[tuple[Tensor, Tensor, Tensor]], accumulate: int) -> None:
@@ -115,11 +143,17 @@ def twins(
     updates: int = 5,
     wire: torch.dtype | None = None,
     device: str = "cpu",
+    flat: bool = False,
 ) -> tuple[list[Any], list[Any], dict[str, str]]:
-    """(weights of DDP's eager loop, weights of TrainStep, its info()) after the same batches."""
+    """(weights of DDP's eager loop, weights of TrainStep, its info()) after the same batches.
+
+    ``flat`` gives the loop by hand the AdamW of TrainStep.
+    """
     micros = batches(rank, updates * accumulate, device)
     plain = DDP(net(rank, normalize, device))
-    eager_ddp(plain, build(plain), micros, accumulate, clip, autocast)
+    optimizer = build(plain)
+    with by_flat(optimizer, clip) if flat else nullcontext(by_torch(plain, optimizer, clip)) as finish:
+        eager_ddp(plain, finish, micros, accumulate, autocast)
     model = DDP(net(rank, normalize, device)) if wrapped else net(0, normalize, device)
     reduce = None if wrapped and wire is None else AllReduce(bucket_bytes=SMALL_BUCKETS, dtype=wire)
     step = TrainStep(model, build(model), accumulate=accumulate, clip=clip, autocast=autocast, reduce=reduce)
@@ -133,7 +167,7 @@ def even_sgd(rank: int) -> tuple[list[Any], list[Any]]:
     """The same with SGD and 8 rows that count everywhere: every scale is a power of two, so nothing rounds."""
     micros = [(x, y, torch.ones(8)) for x, y, _ in batches(rank, 10)]
     plain, ours = DDP(net()), net()
-    eager_ddp(plain, sgd(plain), micros, 2, 0.0, None)
+    eager_ddp(plain, by_torch(plain, sgd(plain)), micros, 2)
     with TrainStep(ours, sgd(ours), accumulate=2, reduce=AllReduce(bucket_bytes=SMALL_BUCKETS)) as step:
         run_step(step, micros, 2)
     return values(plain.module), values(ours)
@@ -245,14 +279,16 @@ def wrapper_in_the_loss(rank: int) -> tuple[list[Any], list[Any]]:
 
 
 def eager_after_close(rank: int) -> tuple[list[Any], list[Any]]:
-    """Weights after a step and then an eager DDP update, and after two eager DDP updates."""
-    micros = batches(rank, 2)
+    """Weights after a step, and after an eager DDP update with its AdamW; then one eager DDP update of both."""
+    first, second = batches(rank, 2)
     ours, plain = DDP(net(rank)), DDP(net(rank))
-    optimizer = adamw(ours)
+    optimizer, reference = adamw(ours), adamw(plain)
     with TrainStep(ours, optimizer) as step:
-        step(*micros[0])
-    eager_ddp(ours, optimizer, micros[1:], 1, 0.0, None)
-    eager_ddp(plain, adamw(plain), micros, 1, 0.0, None)
+        step(*first)
+    with by_flat(reference) as finish:
+        eager_ddp(plain, finish, [first])
+    for model, own in ((ours, optimizer), (plain, reference)):
+        eager_ddp(model, by_torch(model, own), [second])
     return values(ours.module), values(plain.module)
 
 
