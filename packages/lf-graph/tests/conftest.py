@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -17,6 +18,17 @@ if not torch.cuda.is_available():
         from fast_interpreter import patch_once_a_launch
 
         patch_once_a_launch()
+
+
+@pytest.fixture(autouse=True)
+def _precision() -> Iterator[None]:
+    """Benchmarks multiply float32 in TF32 on a GPU; the tests behind theirs must not."""
+    if not torch.cuda.is_available():
+        yield
+        return
+    before = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(before)
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

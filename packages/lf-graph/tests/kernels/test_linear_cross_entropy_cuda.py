@@ -176,7 +176,8 @@ def test_offsets_pass_2_to_the_31() -> None:
     whole = with_gradients(lambda *a: fused(*a, chunk=45_000), hidden, weight, targets)
     parts = with_gradients(lambda *a: fused(*a, chunk=4096), hidden, weight, targets)
     assert distance(whole[0], parts[0]) < 1e-6
-    assert_near(whole[1:], [p.double() for p in parts[1:]])
+    # each is within one rounding of the exact gradients, so they are within two of each other
+    assert_near(whole[1:], [p.double() for p in parts[1:]], slack=2)
 
 
 def test_every_candidate_of_the_tuner_is_right() -> None:

@@ -41,7 +41,8 @@ def test_a_racy_kernel_that_uses_the_whole_card_loses_to_one_program() -> None:
     assert entry.config == RIGHT
     reasons = {t.config: t.rejected for t in entry.rejected}
     assert "not repeatable" in reasons[RACY]
-    assert "wrong" in reasons[LAZY]
+    # what lies in memory that nobody wrote is wrong, and may differ from run to run
+    assert "wrong" in reasons[LAZY] or "not repeatable" in reasons[LAZY]
     assert "does not run" in reasons[TOO_BIG]
     torch.cuda.synchronize()  # the device is alive
 
@@ -50,8 +51,10 @@ def test_a_candidate_that_breaks_its_device_context_costs_one_worker(monkeypatch
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([os.path.dirname(__file__), *sys.path]))
     faults = check_ahead([(made.BREAKING, KEY)], device(), 1, math.inf, ["tune_sum"])
 
-    assert {c for _, _, c in faults} == {BREAKS}
-    assert "lost the device" in faults[made.BREAKING.name, KEY, BREAKS]
+    reasons = {config: reason for (_, _, config), reason in faults.items()}
+    assert reasons.keys() == {RIGHT, BREAKS}  # the default is always tried
+    assert reasons[RIGHT] == ""
+    assert "lost the device" in reasons[BREAKS]
     torch.cuda.synchronize()
 
 

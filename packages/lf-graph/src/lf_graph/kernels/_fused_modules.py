@@ -6,7 +6,7 @@ parameter that is replaced in one is replaced in both, and putting the old modul
 
 from __future__ import annotations
 
-from typing import Any, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -28,17 +28,28 @@ def in_place_of(module: nn.Module, kind: type[_Module], attributes: dict[str, An
     return made
 
 
+def _widened(operator: str, device: str) -> bool:
+    """Whether autocast computes an operator in float32 on a GPU: torch 2.11 leaves rms_norm alone, 2.13 does not."""
+    return device == "cuda" and torch._C._dispatch_has_kernel_for_dispatch_key(operator, "AutocastCUDA")
+
+
+# All that torch.compiler.assume_constant_result does, but for importing the compiler; see _moe_experts.py.
+_widened._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
 class _Norm(nn.Module):
     """What both norms share.
 
     Attributes:
+        operator: of torch, that it stands for.
         epsilon: None is that of torch, which depends on the dtype of the input.
         result: dtype of what the replaced module returned: that of the input ("input"; "torch" is the same, but
-            float32 under autocast of a GPU), or of input and weight promoted.
+            float32 where autocast widens the operator), or of input and weight promoted.
         outputs: "same" keeps it; "autocast" gives autocast's where that is on.
         implementation: of the operator.
     """
 
+    operator: ClassVar[str]
     epsilon: float | None
     result: Result
     outputs: NormOutputs
@@ -51,7 +62,7 @@ class _Norm(nn.Module):
         if autocast and self.outputs == "autocast":
             return torch.get_autocast_dtype(device)
         if self.result == "torch":
-            return torch.float32 if autocast and device == "cuda" else x.dtype
+            return torch.float32 if autocast and _widened(self.operator, device) else x.dtype
         weight = getattr(self, "weight", None)
         if self.result == "input" or weight is None:
             return x.dtype
@@ -74,6 +85,8 @@ class _Norm(nn.Module):
 class FusedRMSNorm(_Norm, nn.RMSNorm):
     """An RMSNorm through :func:`lf_graph.kernels.rms_norm`; input [..., D]."""
 
+    operator = "aten::rms_norm"
+
     def forward(self, x: Tensor) -> Tensor:
         """The normalised rows, [..., D]."""
         return rms_norm(
@@ -83,6 +96,8 @@ class FusedRMSNorm(_Norm, nn.RMSNorm):
 
 class FusedLayerNorm(_Norm, nn.LayerNorm):
     """A LayerNorm through :func:`lf_graph.kernels.layer_norm`; input [..., D]."""
+
+    operator = "aten::layer_norm"
 
     def forward(self, x: Tensor) -> Tensor:
         """The normalised rows, [..., D]."""

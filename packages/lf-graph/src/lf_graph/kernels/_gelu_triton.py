@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.library import wrap_triton
 
 from lf_graph.kernels._inputs import as_rows
-from lf_graph.kernels._interpreter import cast, operator, tl, triton
+from lf_graph.kernels._interpreter import cast, fp32, operator, tl, triton
 from lf_graph.kernels._partials import sum_partials
 from lf_graph.kernels._philox import ROUNDS, ROWS, scale_of, threshold_of
 from lf_graph.kernels._tunable import Config, Key, Problem, Tunable, config_of, register
@@ -57,7 +57,7 @@ def _kept(value, w0, w1, w2, w3, J: tl.constexpr, threshold, scale, DROPOUT: tl.
         else:
             word = w3
         drawn = ((word >> (16 * (J % 2))) & 0xFFFF).to(tl.int32)
-        return tl.where(drawn >= threshold, value * scale, 0.0)
+        return tl.where(drawn >= threshold, value * fp32(scale), 0.0)
     else:  # noqa: RET505
         return value
 

@@ -23,7 +23,7 @@ except ImportError as error:
     raise ImportError("the Triton kernels need triton: pip install lf-graph[triton]") from error
 
 # Kernel files take triton and tl from here, where their absence says what to install.
-__all__ = ["INTERPRETED", "bfloat16", "cast", "dot", "operator", "tl", "triton"]
+__all__ = ["INTERPRETED", "bfloat16", "cast", "dot", "fp32", "operator", "tl", "triton"]
 
 INTERPRETED = tl.constexpr(bool(triton.knobs.runtime.interpret))
 
@@ -47,6 +47,12 @@ def cast(x, DTYPE: tl.constexpr):  # noqa: N803
         return bfloat16(x)
     else:  # noqa: RET505
         return x.to(DTYPE)
+
+
+@triton.jit
+def fp32(x):
+    """A Python float given to a kernel, as fp32: a launch passes fp32, code that torch.compile writes passes fp64."""
+    return tl.cast(x, tl.float32)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from lf_graph.kernels._interpreter import cast, tl, triton
+from lf_graph.kernels._interpreter import cast, fp32, tl, triton
 from lf_graph.kernels._partials import sum_partials
 from lf_graph.kernels._rows import dense, row_stride, rows_of, splits_of
 from lf_graph.kernels._tiles import places, row_of_sample
@@ -58,7 +58,7 @@ def norm_rows(
         mean = tl.sum(h, axis=1) / D
         tl.store(statistics + rows + row, mean, mask=token < tokens)
         h = tl.where(mask, h - mean[:, None], 0.0)
-    inverse = 1 / tl.sqrt(tl.sum(h * h, axis=1) / D + eps)
+    inverse = 1 / tl.sqrt(tl.sum(h * h, axis=1) / D + fp32(eps))
     tl.store(statistics + row, inverse, mask=token < tokens)
     h = h * inverse[:, None]
     if WEIGHT:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.library import wrap_triton
 
-from lf_graph.kernels._interpreter import cast, tl, triton
+from lf_graph.kernels._interpreter import cast, fp32, tl, triton
 from lf_graph.kernels._partials import sum_partials
 from lf_graph.kernels._rope_triton import Tables, angles_of, dense_heads, outputs_like, rest_of, token_of
 from lf_graph.kernels._rows import splits_of
@@ -60,7 +60,7 @@ def _forward(
     if REST > 0:
         r = _part(x, start, 2 * HALF, real, D, REST)
         square += tl.sum(r * r, axis=1)
-    inverse = (1 / tl.sqrt(square / D + eps))[:, None]
+    inverse = (1 / tl.sqrt(square / D + fp32(eps)))[:, None]
     a = a * inverse * _weights(weight, 0, HALF, BLOCK)
     b = b * inverse * _weights(weight, HALF, 2 * HALF, BLOCK)
     c, s = angles_of(
@@ -124,7 +124,7 @@ def _backward(
             r = _part(x, start, 2 * HALF, real, D, REST)
             square += tl.sum(r * r, axis=1)
         # Rows beyond the last are zeros, whose inverse at eps = 0 would be infinite, and NaN in the sums of weights.
-        inverse = tl.where(real, 1 / tl.sqrt(square / D + eps), 0.0)[:, None]
+        inverse = tl.where(real, 1 / tl.sqrt(square / D + fp32(eps)), 0.0)[:, None]
         c, s = angles_of(
             cos, sin, t_batch, t_row, positions, p_batch, p_token, length, batch, index, real, columns, HALF,
             POSITIONS,

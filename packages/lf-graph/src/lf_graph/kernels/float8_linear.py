@@ -193,7 +193,8 @@ def _backward_by_row(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | No
 
 def scale_of(largest: Tensor, dtype: torch.dtype) -> Tensor:
     """Largest magnitudes to scales, float32: 1 where all is zero, and not below 2^-126, whose inverse is finite."""
-    scale = largest.float() / torch.finfo(dtype).max
+    # by a tensor: a GPU multiplies by the rounded inverse of a Python number
+    scale = largest.float() / torch.full_like(largest, torch.finfo(dtype).max, dtype=torch.float32)
     return torch.where(scale > 0, scale.clamp_min(torch.finfo(torch.float32).tiny), torch.ones_like(scale))
 
 
