@@ -5,12 +5,15 @@ python bench_step.py --workloads lm,moe --rows ours,fused,stock
 
 from __future__ import annotations
 
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from measure import Row
 from models import GroupedMoE
 from ours import Ours, row_of
+from stock import only_attention
 from torch import Tensor, nn
 from workloads import Workload
 
@@ -76,7 +79,10 @@ def configurations(workload: Workload) -> list[Ours]:
             expect_s=60,
         )
         return [loss, experts, both]
-    return [loss] if workload.name.startswith("lm") else []
+    if not workload.name.startswith("lm"):
+        return []
+    cudnn = replace(loss, name="lf-graph, fused loss, cudnn", around=partial(only_attention, "cudnn"))
+    return [loss, cudnn]
 
 
 def rows(workload: Workload) -> list[Row]:

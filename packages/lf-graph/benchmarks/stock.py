@@ -70,7 +70,8 @@ def variants(workload: Workload) -> list[Variant]:
         slow = [replace(EAGER_FUSED, expect_s=40), replace(EAGER, expect_s=40)]
         return [*quick, GRAPH, GROUPED, *slow]
     if kind == "lm":
-        return [replace(WHOLE_GRAPH, expect_s=100), replace(WHOLE, expect_s=60, urgent=True), *common[2:]]
+        whole = replace(WHOLE, expect_s=60, urgent=True)
+        return [replace(WHOLE_GRAPH, expect_s=100), whole, pinned(whole, "cudnn"), *common[2:]]
     return [*common, pinned(GRAPH, "flash"), pinned(GRAPH, "cudnn")]
 
 
