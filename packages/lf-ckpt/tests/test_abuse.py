@@ -541,6 +541,10 @@ def test_a_file_that_changes_while_it_is_read_never_loads_wrong(tmp_path: Path, 
                 assert_same(store.load(1, into=into).tensors, wanted)
             except lf_ckpt.CorruptError as error:
                 assert error.path.endswith("rank-0.lfckpt")  # noqa: PT017
+                assert not any(tensor.any() for tensor in (into or {}).values())
+            except lf_ckpt.HalfLoadedError as error:
+                assert in_place
+                assert isinstance(error.__cause__, lf_ckpt.CorruptError)  # noqa: PT017
 
 
 def test_a_pipe_or_folder_in_place_of_a_file_is_damage_and_does_not_block(tmp_path: Path) -> None:

@@ -60,6 +60,22 @@ class CorruptError(CkptError):
         super().__init__(f"{path}: {reason}" + (f" ({detail})" if detail else ""))
 
 
+class HalfLoadedError(CkptError):
+    """Reading failed although all had verified before, so tensors of `into` hold a mixture: load a step over them.
+
+    Attributes: `folder` of the step; `touched`, names of `into` that may have changed; `damage`, whether an older step
+    overwrites all of them and may be tried. The error of the read is its `__cause__`.
+    """
+
+    def __init__(self, folder: str, touched: Sequence[str], cause: Exception, damage: bool) -> None:
+        self.folder, self.touched, self.damage = folder, tuple(touched), damage
+        names = f"{', '.join(self.touched[:8])}{' ...' if len(self.touched) > 8 else ''}"
+        super().__init__(
+            f"step {folder}: a read failed while tensors were being filled, so that {len(self.touched)} of them may "
+            f"hold a mixture ({names}): {type(cause).__name__}: {cause}"
+        )
+
+
 class DiskFullError(CkptError):
     """The store's file system (or a quota or file-size limit) is full.
 

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
-from concurrent.futures import ThreadPoolExecutor
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TypeAlias
+from typing import TypeAlias, TypeVar
 
 import numpy as np
 import torch
@@ -26,6 +28,8 @@ from .windows import Needed, needed, part_of, scatter
 
 Found: TypeAlias = tuple[OpenFile, int, Extent]
 Put: TypeAlias = Callable[[torch.Tensor, int], None]
+P = TypeVar("P")
+_AHEAD = 8  # parts waiting per thread: enough to keep all busy, few enough to hold for a state of any size
 _local = threading.local()
 
 
@@ -38,6 +42,8 @@ class Filler:
         self.bytes_read = 0
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load")
+        self._pending: deque[Future[None]] = deque()
+        self._gathering = False
         self._rings: dict[torch.device, Ring] = {}
 
     def __enter__(self) -> Filler:
@@ -47,7 +53,7 @@ class Filler:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         # The threads go first: after an error some may still be queueing copies.
-        self._pool.shutdown(wait=True)
+        self._pool.shutdown(wait=True, cancel_futures=True)
         self._fetch.close()
         for ring in self._rings.values():
             ring.lane.finish()
@@ -61,6 +67,22 @@ class Filler:
     def devices(self) -> tuple[str, ...]:
         """How each device was reached."""
         return tuple(describe_ring(device, ring) for device, ring in self._rings.items())
+
+    @contextmanager
+    def together(self) -> Iterator[None]:
+        """Calls in here return before their bytes have arrived; all have at its end, and after an error none will.
+
+        Else the threads run dry at the end of every tensor: a third of the time of a cold load of 26 tensors.
+        """
+        self._gathering = True
+        try:
+            yield
+            self._arrive()
+        except BaseException:
+            self._drop()
+            raise
+        finally:
+            self._gathering = False
 
     def fill_window(self, entry: TensorEntry, window: Window) -> None:
         """Decode what a part of a tensor holds, converted when the dtypes differ."""
@@ -77,6 +99,7 @@ class Filler:
         """A bytes item."""
         out = np.empty(entry.nbytes, np.uint8)
         self._fill(entry.name, self.reader.extents_of(entry.placed), out)
+        self._arrive()  # also among others: what is returned is a copy
         return out.tobytes()
 
     def check_window(self, entry: TensorEntry, box: Box) -> None:
@@ -102,11 +125,35 @@ class Filler:
         return ring
 
     def _each(self, extents: Iterable[Found], job: Callable[[OpenFile, int, Extent], None]) -> None:
-        """Run `job` for every extent; the first error is raised after the others have stopped."""
+        """Run `job` for every extent."""
         found = list(extents)
         self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
-        for _ in self._pool.map(lambda extent: job(*extent), found):
-            pass
+        self._spread(lambda extent: job(*extent), found)
+
+    def _spread(self, job: Callable[[P], None], parts: Iterable[P]) -> None:
+        """Run `job` for each part in the threads."""
+        for part in parts:
+            self._arrive(_AHEAD * self._threads - 1)
+            self._pending.append(self._pool.submit(job, part))
+        if not self._gathering:
+            self._arrive()
+
+    def _arrive(self, left: int = 0) -> None:
+        """Wait until `left` parts are pending; the first error is raised once nothing is being filled any more."""
+        try:
+            while len(self._pending) > left:
+                self._pending[0].result()
+                self._pending.popleft()
+        except BaseException:
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        """Begin nothing that still waits, and wait for what has begun."""
+        for future in self._pending:
+            future.cancel()
+        wait(self._pending)
+        self._pending.clear()
 
     def _fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
         """Decode a whole stream into `out`, (nbytes,) uint8."""
@@ -121,8 +168,7 @@ class Filler:
 
         found = list(extents)
         self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
-        for _ in self._pool.map(job, runs(self.reader, found)):
-            pass
+        self._spread(job, runs(self.reader, found))
 
     def _fill_shard(
         self, name: str, part: Needed, place: torch.Tensor, dtype: torch.dtype, ring: Ring | None

@@ -11,12 +11,13 @@ import torch
 
 from .boxes import whole
 from .dtypes import dtype_of
-from .errors import CorruptError, UnsupportedError
+from .errors import CorruptError, HalfLoadedError, RankFailedError, UnsupportedError
 from .fetch import ReadIo, empty
+from .files import exhausted
 from .filling import Filler
 from .format import SAME
-from .local import Window, is_sharded, require_memory, window_of
-from .manifest import BlobEntry, Manifest, TensorEntry, data_file_name
+from .local import Window, batches, is_sharded, require_memory, window_of
+from .manifest import Manifest, TensorEntry, data_file_name
 from .naming import Fitting, Kind, MapNames, Match, match, rename, select
 from .ranked import seen_by
 from .reader import StepReader, new_scratch
@@ -74,8 +75,8 @@ def load_step(
     """Read one step. With `into` and `precheck`, nothing is written before everything needed has passed its hashes.
 
     ready: called once, before the first byte of `into` changes; what it raises ends the load.
-    Raises CorruptError, MismatchError, CkptError (names that collide) and UnsupportedError (a dtype that this torch
-    lacks).
+    Raises CorruptError, HalfLoadedError, MismatchError, CkptError (names that collide) and UnsupportedError (a dtype
+    that this torch lacks).
     """
     began = time.perf_counter()
     manifest = seen_by(reader.manifest, wanted.rank)
@@ -88,13 +89,17 @@ def load_step(
         found.require()
     with Filler(reader, threads, wanted.verify, wanted.io) as filler:
         if wanted.into is None:
-            tensors = _load_fresh(filler, entries, found, wanted.device)
-            ready()
+            with filler.together():
+                tensors = _load_fresh(filler, entries, found, wanted.device)
         else:
-            targets = _targets(filler, entries, found, wanted.into, manifest.blobs, wanted.precheck)
-            ready()
-            tensors = _load_into(filler, targets, found, wanted.into)
+            targets = [_target(name, wanted.into[name], entries[old]) for name, old in found.source.items()]
+            if wanted.verify and wanted.precheck:
+                _check(filler, targets)
         blobs = {entry.name: filler.blob(entry) for entry in manifest.blobs}
+        ready()
+        if wanted.into is not None:
+            _fill(filler, targets, manifest.folder, wanted)
+            tensors = {name: wanted.into[name] for name in found.source}
     report = LoadReport(
         folder=manifest.folder,
         kind=reader.kind,
@@ -157,39 +162,14 @@ def _load_fresh(
 
 
 class _Target(NamedTuple):
-    """Where a saved tensor goes, and what to do when it is there (None: nothing)."""
+    """Where a saved tensor goes: its name in `into`, the local elements there, the window to fill, and what to do when
+    that is full (None: nothing)."""
 
+    name: str
+    place: torch.Tensor
     entry: TensorEntry
     window: Window
     settle: Callable[[], object] | None
-
-
-def _targets(
-    filler: Filler,
-    entries: Entries,
-    found: Match,
-    into: Mapping[str, torch.Tensor],
-    blobs: Sequence[BlobEntry],
-    precheck: bool,
-) -> list[_Target]:
-    """Where everything goes, once what is needed has passed its hashes."""
-    targets = [_target(name, into[name], entries[old]) for name, old in found.source.items()]
-    if filler.verify and precheck:
-        for (_, box), entry in {(t.entry.name, t.window.box): t.entry for t in targets}.items():
-            filler.check_window(entry, box)
-        for blob in blobs:
-            filler.check(blob.name, filler.reader.extents_of(blob.placed))
-    return targets
-
-
-def _load_into(
-    filler: Filler, targets: Sequence[_Target], found: Match, into: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    for target in targets:
-        filler.fill_window(target.entry, target.window)
-        if target.settle is not None:
-            target.settle()
-    return {name: into[name] for name in found.source}
 
 
 def _target(name: str, tensor: torch.Tensor, entry: TensorEntry) -> _Target:
@@ -197,14 +177,46 @@ def _target(name: str, tensor: torch.Tensor, entry: TensorEntry) -> _Target:
     if tuple(tensor.shape) == entry.shape:
         window = window_of(name, tensor)
         require_memory(name, window.local)
-        return _Target(entry, window, None)
+        return _Target(name, window.local, entry, window, None)
     require_memory(name, tensor)
     live, full = tensor.detach(), whole(entry.shape)
     try:
-        return _Target(entry, Window(live.view(entry.shape), full), None)
+        return _Target(name, live, entry, Window(live.view(entry.shape), full), None)
     except RuntimeError:
         copy = torch.empty(entry.shape, dtype=live.dtype)
-        return _Target(entry, Window(copy, full), lambda: live.copy_(copy.view(live.shape)))
+        return _Target(name, live, entry, Window(copy, full), lambda: live.copy_(copy.view(live.shape)))
+
+
+def _check(filler: Filler, targets: Sequence[_Target]) -> None:
+    """Hash what is needed."""
+    with filler.together():
+        for (_, box), entry in {(t.entry.name, t.window.box): t.entry for t in targets}.items():
+            filler.check_window(entry, box)
+
+
+def _fill(filler: Filler, targets: Sequence[_Target], folder: str, wanted: Wanted) -> None:
+    """Fill all targets. HalfLoadedError where the caller was promised that a bad step leaves them alone."""
+    touched: list[str] = []
+    try:
+        for batch in batches([target.place for target in targets]):
+            _fill_batch(filler, [targets[number] for number in batch], touched)
+    except (CorruptError, OSError) as error:
+        if not (wanted.precheck and touched):
+            raise
+        # An older step need not have all that this one has touched, unless names must agree.
+        raise HalfLoadedError(folder, touched, error, wanted.strict and is_damage(error)) from error
+
+
+def _fill_batch(filler: Filler, targets: Sequence[_Target], touched: list[str]) -> None:
+    """Fill targets that share no memory, at the same time; `touched` gets the names of those that change."""
+    with filler.together():
+        for target in targets:
+            touched += [target.name] if target.settle is None else []
+            filler.fill_window(target.entry, target.window)
+    for target in targets:
+        if target.settle is not None:
+            touched.append(target.name)
+            target.settle()
 
 
 def _kind(tensor: torch.Tensor) -> Kind:
@@ -221,6 +233,14 @@ def verify_step(reader: StepReader) -> int:
             total += extent.raw_bytes
     reader.check_unused()
     return total
+
+
+def is_damage(error: BaseException | None) -> bool:
+    """Whether an older step may be tried: the files of this one are bad or lost, and no caller's tensors with them."""
+    if isinstance(error, HalfLoadedError | RankFailedError):
+        return error.damage
+    # Want of descriptors or memory says nothing about the files: no reason to go back to an older step.
+    return isinstance(error, CorruptError | OSError) and not exhausted(error)
 
 
 def describe(error: BaseException) -> str:

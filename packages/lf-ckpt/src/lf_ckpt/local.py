@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -55,3 +57,28 @@ def require_memory(name: str, tensor: torch.Tensor) -> None:
 def is_sharded(tensor: torch.Tensor) -> bool:
     """Whether this is a DTensor; asked through the protocol of torch.distributed.checkpoint, which imports nothing."""
     return hasattr(tensor, "__create_chunk_list__")
+
+
+def batches(places: Sequence[torch.Tensor]) -> list[range]:
+    """Cut a sequence of plain tensors so that two of one batch share no memory: they may be filled at the same time.
+
+    Those that share (tied here, saved apart) stay in order, so that the last one's values are kept and no mixture.
+    Interleaved strides count as shared.
+    """
+    starts = {0}
+    reach, widest = ("", 0), 0  # where the memory seen so far ends, and whose end that is
+    spans = sorted((*_span(place), number) for number, place in enumerate(places) if place.numel())
+    for device, begin, end, number in spans:
+        if (device, begin) < reach:
+            starts |= {widest, number}
+        if (device, end) > reach:
+            reach, widest = (device, end), number
+    edges = [*sorted(starts), len(places)]
+    return [range(begin, end) for begin, end in pairwise(edges) if begin < end]
+
+
+def _span(place: torch.Tensor) -> tuple[str, int, int]:
+    """(device, first address, address after the last byte)."""
+    last = sum((length - 1) * stride for length, stride in zip(place.shape, place.stride(), strict=True))
+    begin = place.data_ptr()
+    return str(place.device), begin, begin + (last + 1) * place.element_size()

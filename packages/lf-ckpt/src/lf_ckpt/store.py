@@ -13,12 +13,12 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from .catalog import Catalog
-from .errors import CkptError, CorruptError, NoCheckpointError, RankFailedError, UploadError
+from .errors import CkptError, CorruptError, HalfLoadedError, NoCheckpointError, RankFailedError, UploadError
 from .fetch import ReadIo
-from .files import exhausted, gone
+from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
-from .loading import Wanted, describe, load_step, verified_base
+from .loading import Wanted, describe, is_damage, load_step, verified_base
 from .local import is_sharded
 from .lock import LOCK, StoreLock
 from .manifest import PUBLISH
@@ -155,7 +155,9 @@ class Store:
         reason where that is refused), "auto" does so where it is allowed and the file is not cached. precheck=False
         reads once, not twice: `into` is filled while it is verified, so its content is undefined after an error; a
         fallback overwrites all of it, which is why it needs strict=True. An explicit step that is damaged raises
-        CorruptError; NoCheckpointError when there is nothing to load. A save in flight is waited for.
+        CorruptError; NoCheckpointError when there is nothing to load. HalfLoadedError when the disk fails between
+        the check and the end of filling: it names the tensors of `into` that may hold a mixture, and with strict=True
+        "latest" overwrites them with an older step instead. A save in flight is waited for.
 
         DTensors in `into` get their local shards, whatever number of ranks saved the step. In a group every rank calls
         this and all load the same step or none does. rank: whose values that are kept per rank to take; by default this
@@ -176,13 +178,13 @@ class Store:
             for folder in reversed(self._folders()):
                 try:
                     loaded = self._everywhere(folder, wanted)
-                except (CorruptError, OSError, RankFailedError) as error:
-                    if isinstance(error, RankFailedError) and not error.damage:
+                except (CorruptError, OSError, HalfLoadedError, RankFailedError) as error:
+                    if isinstance(error, HalfLoadedError | RankFailedError) and not error.damage:
                         raise
                     if self._peers is None and self._retired(folder, error):
                         vanished = True
                         continue
-                    if exhausted(error):
+                    if not is_damage(error):
                         raise
                     fallbacks[folder] = (_step_of(folder), describe(error))
                     self._note_damage(folder, error)
@@ -391,7 +393,8 @@ class Store:
         if self._saver is None:
             return
         self._saver.damaged.add(folder)
-        if self._saver.base is not None and self._saver.base.folder in (folder, _folder_of(error)):
+        bad = error.__cause__ if isinstance(error, HalfLoadedError) else error
+        if self._saver.base is not None and self._saver.base.folder in (folder, _folder_of(bad)):
             self._saver.base = None
 
     def _raise_upload_error(self) -> None:
@@ -438,7 +441,7 @@ def _step_of(folder: str) -> int:
     return int(folder.partition(".")[0])
 
 
-def _folder_of(error: Exception) -> str:
+def _folder_of(error: BaseException | None) -> str:
     """Step folder of the file that an error names."""
     return os.path.basename(os.path.dirname(error.path)) if isinstance(error, CorruptError) else ""
 

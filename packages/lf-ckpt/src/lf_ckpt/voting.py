@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .errors import CorruptError, PeerLostError, RankFailedError
-from .files import exhausted
 from .jsonio import Json
+from .loading import is_damage
 from .peers import Peers
 
 T = TypeVar("T")
@@ -24,9 +24,10 @@ class Verdict:
 
 def vote(peers: Peers, error: BaseException | None) -> Verdict:
     """Every rank says whether it has succeeded; all get the same verdict."""
-    # A rank without descriptors or memory says nothing about the files: no reason to go back to an older step.
-    damage = isinstance(error, CorruptError | OSError) and not exhausted(error)
-    mine = {"error": None if error is None else f"{type(error).__name__}: {error}", "damage": damage}
+    mine = {
+        "error": None if error is None else f"{type(error).__name__}: {error}",
+        "damage": is_damage(error),
+    }
 
     def decide(told: list[Any]) -> list[Json]:
         failed = {rank: value["error"] for rank, value in enumerate(told) if value["error"] is not None}
