@@ -3,8 +3,8 @@
 One scale a tensor: partial maxima, then one pass that writes values and their transpose, as 8-bit products want both
 operands with neighbours along the sum. One scale a row: a program reads its rows twice, the second time from cache.
 
-The operators are opaque to compilers, which could fuse nothing with them: as ``triton_op`` and compiled by torch 2.11,
-every result was zero.
+The operators are opaque to compilers, which could fuse nothing with them; so is the product, of which code compiled by
+torch 2.11 made zeros.
 """
 
 # mypy: disable-error-code="import-untyped, no-untyped-def, no-untyped-call, untyped-decorator"
@@ -88,15 +88,14 @@ def round_by_tensor(
     c = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     mask = (r < rows)[:, None] & (c < columns)[None, :]
     place = r[:, None].to(tl.int64) * x_row + c[None, :].to(tl.int64) * x_column
-    small = _small(
-        tl.load(x + place, mask=mask, other=0.0),
-        tl.div_rn(1.0 + factor * 0, factor),
-        LIMIT,
-        values.dtype.element_ty,
-    )
+    inverse = tl.div_rn(1.0 + factor * 0, factor)
+    tile = tl.load(x + place, mask=mask, other=0.0)
+    small = _small(tile, inverse, LIMIT, values.dtype.element_ty)
     tl.store(values + r[:, None].to(tl.int64) * columns + c[None, :], small, mask=mask)
+    # Turned before it is rounded: Triton 3.6 mixes up the bytes of a tile that it rounds from fp32 and then turns.
+    small = _small(tl.trans(tile), inverse, LIMIT, values.dtype.element_ty)
     mask = (c < columns)[:, None] & (r < turned_rows)[None, :]
-    tl.store(turned + c[:, None].to(tl.int64) * turned_rows + r[None, :], tl.trans(small), mask=mask)
+    tl.store(turned + c[:, None].to(tl.int64) * turned_rows + r[None, :], small, mask=mask)
 
 
 @triton.jit
@@ -177,6 +176,20 @@ def by_row(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     return values, scale
 
 
+@custom_op("lf_graph::float8_product", mutates_args=())
+def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    """a @ b.T [M, N] of a [M, K] and b [N, K]."""
+    other = b_scale.reshape(1, -1) if b_scale.ndim else b_scale
+    fast = a.dtype == VALUES
+    found: Tensor = torch._scaled_mm(a, b.t(), a_scale, other, out_dtype=dtype, use_fast_accum=fast)
+    return found
+
+
+@product.register_fake
+def _(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
+    return a.new_empty(a.shape[0], b.shape[0], dtype=dtype)
+
+
 @by_tensor.register_fake
 def _(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
     rows, columns = x.shape
@@ -202,11 +215,8 @@ def _product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torc
     """The forward in fast accumulation, whose partial sums stay in the tensor cores' shorter registers."""
     if not a.numel() or not b.numel():
         return a.new_zeros(a.shape[0], b.shape[0], dtype=dtype)
-    fast = a.dtype == VALUES
-    other = b_scale.reshape(1, -1) if b_scale.ndim else b_scale
     # one scale a row is for bfloat16 results only
-    out = torch.bfloat16 if a_scale.ndim else dtype
-    found: Tensor = torch._scaled_mm(a, b.t(), a_scale, other, out_dtype=out, use_fast_accum=fast)
+    found: Tensor = product(a, b, a_scale, b_scale, torch.bfloat16 if a_scale.ndim else dtype)
     return found.to(dtype)
 
 
