@@ -17,7 +17,6 @@ import os
 import platform
 import shutil
 import statistics
-import tempfile
 import time
 from dataclasses import asdict
 from datetime import UTC, datetime
@@ -43,6 +42,7 @@ from ckpt_savers import (
     Tensors,
     add_peers_path,
 )
+from scratch import scratch
 
 import lf_ckpt
 
@@ -228,7 +228,9 @@ def main() -> None:
     parser.add_argument("--json", required=True, type=Path, help="where the results go")
     parser.add_argument("--gib", type=float, default=1.0, help="size of the state")
     parser.add_argument("--repeat", type=int, default=3)
-    parser.add_argument("--dir", type=Path, help="a folder on the disk to measure; default: the current one")
+    parser.add_argument(
+        "--dir", type=Path, help="a folder on the disk to measure, made if missing; default: the current one"
+    )
     parser.add_argument("--only", nargs="+", default=[""], help="rows whose name holds one of these words")
     arguments = parser.parse_args()
     add_peers_path()
@@ -237,9 +239,9 @@ def main() -> None:
     state_bytes = sum(tensor.nbytes for tensor in state.values())
     os.environ.setdefault("MASTER_ADDR", "127.0.0.1")  # DCP's writer process wants them
     os.environ.setdefault("MASTER_PORT", "29511")
-    with tempfile.TemporaryDirectory(dir=arguments.dir or Path.cwd()) as folder:
+    with scratch(arguments.dir) as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        saves, loads, notes = run_all(Path(folder), state, arguments.repeat, kinds)
+        saves, loads, notes = run_all(folder, state, arguments.repeat, kinds)
         dist.destroy_process_group()
     found = bars(saves, loads)
     print(", ".join(f"{key} {value}" for key, value in machine().items()))

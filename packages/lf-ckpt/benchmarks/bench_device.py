@@ -15,7 +15,6 @@ import argparse
 import json
 import shutil
 import statistics
-import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -25,6 +24,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from scratch import scratch
 from torch import nn
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
@@ -229,10 +229,10 @@ def main() -> None:
         return
     size = (2, 64) if arguments.tiny else (arguments.batch, arguments.length)
     job = make_job(arguments.tiny, *size)
-    with tempfile.TemporaryDirectory(dir=arguments.dir or Path.cwd()) as folder:
+    with scratch(arguments.dir) as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        rows = measure_ours(job, Path(folder) / "store", arguments.steps)
-        peers = {} if arguments.no_peers else measure_peers(job, Path(folder))
+        rows = measure_ours(job, folder / "store", arguments.steps)
+        peers = {} if arguments.no_peers else measure_peers(job, folder)
         dist.destroy_process_group()
     name = torch.cuda.get_device_name() if job.device.type == "cuda" else "host, numbers mean nothing"
     print(f"{name}, torch {torch.__version__}, batch {size[0]} x {size[1]}, model {type(job.model).__name__}")

@@ -17,7 +17,6 @@ import json
 import os
 import platform
 import shutil
-import tempfile
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
@@ -25,6 +24,7 @@ from typing import Any
 
 import torch
 from ckpt_savers import add_peers_path
+from scratch import scratch
 from training_run import RATE, Run, corpus, dense_run, freeze_all_but_last, sparse_run
 
 import lf_ckpt
@@ -176,7 +176,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--json", required=True)
-    parser.add_argument("--dir", help="where the stores go; a temporary folder by default")
+    parser.add_argument("--dir", type=Path, help="where the stores go; default: the current folder")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     savers: list[type[Ours] | type[Moonclip]] = [Ours]
@@ -191,8 +191,8 @@ def main() -> None:
         savers.append(Moonclip)
     except importlib.metadata.PackageNotFoundError:
         print("moonclip: SKIPPED, not installed (benchmarks/peers/requirements.txt)")
-    with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
-        rows = measure(Path(folder), savers)
+    with scratch(arguments.dir) as folder:
+        rows = measure(folder, savers)
     result = {"date": datetime.now(UTC).date().isoformat(), "machine": platform.machine(), "cpus": os.cpu_count(),
               "versions": versions, "rows": rows, "bars": judge(rows)}  # fmt: skip
     Path(arguments.json).write_text(json.dumps(result, indent=1) + "\n")

@@ -12,13 +12,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-import tempfile
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from scratch import scratch
 from torch import nn
 
 import lf_ckpt
@@ -88,8 +88,8 @@ def main() -> int:
     parser.add_argument("--every", type=int, default=5)
     parser.add_argument("--dir", type=Path)
     arguments = parser.parse_args()
-    with tempfile.TemporaryDirectory(dir=arguments.dir or Path.cwd()) as folder:
-        done = soak(Path(folder), arguments.steps, arguments.every)
+    with scratch(arguments.dir) as folder:
+        done = soak(folder, arguments.steps, arguments.every)
     half = len(done.pss) // 2
     first, second = max(done.pss[:half]) / 1e6, max(done.pss[half:]) / 1e6
     print(f"{arguments.steps} steps, {len(done.pss)} saves in {done.seconds:.1f} s")

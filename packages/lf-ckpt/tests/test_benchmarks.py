@@ -1,0 +1,23 @@
+"""Benchmarks run from a command line as their first lines say, also where nothing has been made ready."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+
+
+def test_a_folder_to_measure_in_is_made_and_left_empty(tmp_path: Path) -> None:
+    where, out = tmp_path / "no/such/folder", tmp_path / "out.json"
+
+    subprocess.run(
+        [sys.executable, BENCHMARKS / "bench_soak.py", "--json", out, "--dir", where, "--steps", "10"],
+        check=False, timeout=200, cwd=tmp_path,
+    )  # fmt: skip
+
+    assert json.loads(out.read_text())["steps"]  # whatever it found of memory in so few steps
+    assert where.is_dir()
+    assert not list(where.iterdir())
