@@ -156,6 +156,24 @@ def test_shards_of_several_ranks_are_put_together(tmp_path: Path) -> None:
     assert_same(lf_ckpt.load_file(tmp_path / "x.lfckpt").tensors, {"rows": rows})
 
 
+@pytest.mark.parametrize("rank", [0, 1])
+def test_values_kept_per_rank_come_under_their_plain_names(tmp_path: Path, rank: int) -> None:
+    whole = {"w": torch.randn(9), "rank-0/rng.torch": torch.zeros(5), "rank-1/rng.torch": torch.ones(7)}
+    cut = {name: [(int(name[5:6] or 0), Box((0,), tuple(t.shape)))] for name, t in whole.items()}
+    write_step(tmp_path / "store", 5, whole, cut, 2)
+    with lf_ckpt.open(tmp_path / "store", read_only=True) as store:
+        report = lf_ckpt.export_file(store, 5, tmp_path / "x.lfckpt", rank=rank)
+        lf_ckpt.export_safetensors(store, 5, tmp_path / "weights", rank=rank)
+        with pytest.raises(lf_ckpt.CkptError, match="saved by ranks 0 to 1"):
+            lf_ckpt.export_file(store, 5, tmp_path / "y.lfckpt", rank=2)
+
+    wanted = {"w": whole["w"], "rng.torch": whole[f"rank-{rank}/rng.torch"]}
+    assert_same(lf_ckpt.load_file(tmp_path / "x.lfckpt").tensors, wanted)
+    assert_same(lf_ckpt.import_safetensors(tmp_path / "weights").tensors, wanted)
+    assert (report.tensors, report.left_out) == (2, 1)
+    assert not (tmp_path / "y.lfckpt").exists()
+
+
 def canonical_state() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     values = torch.arange(300_000, dtype=torch.int32)
     tensors = {

@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection
 from dataclasses import replace
 from typing import Final, TypeVar
 
+from .errors import CkptError
 from .manifest import Manifest
 
 T = TypeVar("T")
@@ -47,6 +48,16 @@ def seen_by(manifest: Manifest, rank: int) -> Manifest:
         ),
         items=_seen(manifest.items, rank),
     )
+
+
+def seen_by_one(manifest: Manifest, rank: int) -> Manifest:
+    """The same for an export, which has room for the values of one rank. CkptError for a rank that wrote nothing."""
+    if not 0 <= rank < len(manifest.files):
+        raise CkptError(
+            f"rank {rank}: step {manifest.step} was saved by ranks 0 to {len(manifest.files) - 1}, so there are no "
+            "values of that one"
+        )
+    return seen_by(manifest, rank)
 
 
 def _seen(values: dict[str, T], rank: int) -> dict[str, T]:

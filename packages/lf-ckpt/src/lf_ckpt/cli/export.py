@@ -36,6 +36,9 @@ def add(commands: Commands) -> None:
         default=SHARD_BYTES,
         help="safetensors: size of a file (default %(default)s)",
     )
+    command.add_argument(
+        "--rank", type=int, default=0, help="whose values that are kept per rank go in (default %(default)s)"
+    )
     command.add_argument("--canonical", action="store_true", help="lfckpt: the same bytes for the same state")
 
 
@@ -46,7 +49,12 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
     with open_store(catalog.path, read_only=True, files=catalog.files) as store:
         if arguments.lfckpt:
             report = export_file(
-                store, step, arguments.lfckpt, only=arguments.only, canonical=arguments.canonical
+                store,
+                step,
+                arguments.lfckpt,
+                only=arguments.only,
+                canonical=arguments.canonical,
+                rank=arguments.rank,
             )
         else:
             report = export_safetensors(
@@ -57,6 +65,7 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
                 only=arguments.only,
                 prefix=arguments.prefix,
                 ties="copy" if arguments.copy_ties else "metadata",
+                rank=arguments.rank,
             )
     left = f", {report.left_out} left out" if report.left_out else ""
     tied = f", {len(report.aliases)} tied names" if report.aliases else ""

@@ -36,6 +36,7 @@ from ..manifest import (
 from ..naming import MapNames, select
 from ..options import Compress
 from ..plan import Chunk, Stream
+from ..ranked import seen_by_one
 from ..reader import MANIFEST, StepReader
 from ..report import Loaded
 from ..saving import versions
@@ -98,22 +99,24 @@ def export_file(
     only: str | Sequence[str] | None = None,
     compress: Compress = "auto",
     canonical: bool = False,
+    rank: int = 0,
     files: Storage | None = None,
 ) -> ExportReport:
     """Write a step (a delta with what it takes from its base, shards put together) as one new file.
 
-    only: names or shell globs of the tensors to export; items are always in. canonical: raw bytes, no time, no ids and
+    only: names or shell globs of the tensors to export; items are always in. rank: whose values that are kept per rank
+    come with it, under their plain names; those of other ranks do not. canonical: raw bytes, no time, no ids and
     no library versions, so that the same state gives the same file everywhere. The file appears complete or not at all.
     Raises CorruptError (a step that does not verify) and CkptError.
     """
     layer, target = files or FileLayer(), os.path.abspath(path)
     with store._open_step(step) as reader:
-        source = reader.manifest
+        source = seen_by_one(reader.manifest, rank)
         entries = entries_by_name(source)
         chosen = select(entries, only)
         # In order of name, whatever order the state was given in; of tied names the first stands for the tensor.
         named = _chosen(source, sorted(chosen) if canonical else chosen)
-        job = _Job(layer, reader, named, "raw" if canonical else compress, canonical)
+        job = _Job(layer, reader, source, named, "raw" if canonical else compress, canonical)
         try:
             publish_file(layer, target, job.write)
         except OSError as error:
@@ -126,7 +129,7 @@ def export_file(
             tensors=len(kept.tensors),
             bytes_raw=kept.raw_bytes,
             aliases=tuple(sorted(kept.aliases.items())),
-            left_out=len(entries) - len(chosen),
+            left_out=len(entries_by_name(reader.manifest)) - len(chosen),
         )
 
 
@@ -304,18 +307,20 @@ class _Job:
         self,
         files: Storage,
         reader: StepReader,
+        source: Manifest,
         chosen: tuple[list[TensorEntry], dict[str, str]],
         compress: Compress,
         canonical: bool,
     ) -> None:
-        self._files, self._reader, self._compress, self._canonical = files, reader, compress, canonical
+        self._files, self._reader, self._source = files, reader, source
+        self._compress, self._canonical = compress, canonical
         self._tensors, self._aliases = chosen
         self.manifest: Manifest
         self.size = 0
 
     def write(self, fd: int) -> None:
         """Data file, manifest, footer."""
-        source, fixed = self._reader.manifest, self._canonical
+        source, fixed = self._source, self._canonical
         store = "0" * 32 if fixed else source.store
         blobs = sorted(source.blobs, key=lambda b: b.name) if fixed else list(source.blobs)
         entries: list[TensorEntry | BlobEntry] = [*self._tensors, *blobs]

@@ -15,6 +15,7 @@ from ..files import FileLayer
 from ..loading import entries_by_name
 from ..manifest import TensorEntry
 from ..naming import rename, select
+from ..ranked import seen_by_one
 from ..reader import StepReader
 from ..storage import Storage
 from ..store import Store
@@ -34,6 +35,7 @@ def export_safetensors(
     only: str | Sequence[str] | None = None,
     prefix: str = "",
     ties: Literal["metadata", "copy"] = "metadata",
+    rank: int = 0,
     files: Storage | None = None,
 ) -> ExportReport:
     """Write a step into a new folder: `model.safetensors`, or numbered shards and `model.safetensors.index.json`.
@@ -42,7 +44,8 @@ def export_safetensors(
     `only`) the weights that `collect` gave are exported under the names of the module. ties: "metadata" stores tied
     names once and notes the others as `safetensors.torch.save_model` does; "copy" writes each. A shard holds
     `max_shard_bytes` at most, or one tensor. The folder appears complete or not at all. JSON and bytes items are not
-    exported. Raises CorruptError (a step that does not verify), UnsupportedError and CkptError.
+    exported. rank: whose tensors that are kept per rank come with it, under their plain names. Raises CorruptError (a
+    step that does not verify), UnsupportedError and CkptError.
     """
     if ties not in ("metadata", "copy"):
         raise ValueError(f"ties={ties!r}: choose metadata or copy")
@@ -50,7 +53,7 @@ def export_safetensors(
         raise ValueError(f"max_shard_bytes={max_shard_bytes}: at least 1")
     layer, path = files or FileLayer(), os.path.abspath(folder)
     with store._open_step(step) as reader:
-        entries = entries_by_name(reader.manifest)
+        entries = entries_by_name(seen_by_one(reader.manifest, rank))
         chosen = select(entries, f"{prefix}*" if only is None and prefix else only)
         names = rename(chosen, lambda name: name.removeprefix(prefix))
         kept, aliases = _untie(entries, names, copy=ties == "copy")
@@ -67,7 +70,7 @@ def export_safetensors(
             tensors=len(kept),
             bytes_raw=sum(entry.nbytes for entry in kept.values()),
             aliases=tuple(sorted(aliases.items())),
-            left_out=len(entries) - len(chosen),
+            left_out=len(entries_by_name(reader.manifest)) - len(chosen),
         )
 
 
