@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import signal
 import sys
@@ -37,17 +38,22 @@ GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 # Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
-# model stay together), those of lf-format, lf-graph and lf-ckpt take half the time (ranks are started once for a file).
+# model stay together), the others take half the time (lf-ckpt starts ranks once for a file). Tests of lf-memory's host
+# half change kernel settings for a moment (huge pages), so they run one after another.
 PARALLEL = {
     "lf-format": ["-n", "2"],
+    "lf-iouring": ["-n", "2"],
     "lf-graph": ["-n", "2"],
     "lf-ckpt": ["-n", "2", "--dist", "loadfile"],
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
 }
 
-# Tests of torch-free packages that run once more, or only, where torch is: the loader delivers tensors then, and
-# lf-memory has its gradient half.
-WITH_TORCH = {"lf-iouring": ["tests"], "lf-memory": ["tests/gradients", "tests/release"]}
+# Tests of torch-free packages that run once more, or only, where torch is: lf-memory's gradient half, which starts
+# ranks once for a file; and of lf-iouring what speaks of torch, or makes loaders itself, which deliver tensors then.
+WITH_TORCH = {
+    "lf-iouring": ("test_*.py", r"torch|LoongDataLoader\(", ["-n", "2"]),
+    "lf-memory": ("*/test_*.py", "", ["-n", "2", "--dist", "loadfile"]),
+}
 
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
@@ -147,8 +153,11 @@ def tests(session: nox.Session, package: str) -> None:
         env=threads,
         external=True,
     )
-    for folder in WITH_TORCH.get(package, []):
-        command = ["-m", "pytest", f"packages/{package}/{folder}", *session.posargs]
+    if package in WITH_TORCH:
+        pattern, text, parallel = WITH_TORCH[package]
+        found = sorted((ROOT / "packages" / package / "tests").glob(pattern))
+        files = [str(path.relative_to(ROOT)) for path in found if re.search(text, path.read_text())]
+        command = ["-m", "pytest", *files, *parallel, *session.posargs]
         session.run(_torch_python(session), *command, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 

@@ -27,13 +27,10 @@ def test_every_record_comes_once_an_epoch_in_its_bucket(sizes, batch, extra, see
     plan = plan_of(sizes, batch, batch + extra, seed)
     borders = np.cumsum([0, *sizes])
     for epoch in range(2):
-        specs = [plan.batch(epoch * plan.steps_per_epoch + k) for k in range(plan.steps_per_epoch)]
-        ids = np.concatenate([spec.ids for spec in specs])
-        assert sorted(ids[ids >= 0].tolist()) == list(range(sum(sizes)))
-        for spec in specs:
-            filled = spec.ids[spec.ids >= 0]
-            bucket = np.searchsorted(borders, filled, "right") - 1
-            assert (10 * (bucket + 1)).max() == spec.bucket_edge
+        window = plan.window(epoch * plan.steps_per_epoch, plan.steps_per_epoch)
+        assert sorted(window.ids[window.ids >= 0].tolist()) == list(range(sum(sizes)))
+        edges = 10 * np.searchsorted(borders, window.ids, "right")  # 0 for the places of ids that are none
+        assert edges.max(axis=1).tolist() == window.edge.tolist()
 
 
 def test_windows_and_single_batches_agree_and_epochs_differ():

@@ -7,8 +7,7 @@ import sys
 import time
 
 import pytest
-
-NOBODY = 65_534
+from limits import NOBODY
 
 # Before its import-time prelude every child opens the data, so that it may drop privileges afterwards.
 PRELUDE = """

@@ -18,20 +18,33 @@ SOURCES = sorted((ROOT / "csrc").glob("*.c"))
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler")
 
 
-def sanitized(tmp_path, main, flags):
-    """A program of tests/ with all of the C code, compiled under sanitizers."""
-    binary = tmp_path / "native"
+@pytest.fixture(scope="module")
+def sanitized(tmp_path_factory):
+    """sanitized(main, flags) -> a program of tests/ with all of the C code, compiled under sanitizers.
+
+    The C code is compiled once for each set of flags: four programs share one.
+    """
     base = ["cc", "-std=gnu11", "-O1", "-g", "-Wall", "-Wextra", "-Werror", f"-I{ROOT / 'csrc'}", "-pthread"]
-    program = Path(__file__).with_name(main)
-    built = subprocess.run(
-        [*base, *flags, "-fno-sanitize-recover=all", "-o", binary, program, *SOURCES],
-        capture_output=True,
-        text=True,
-    )
-    if built.returncode and "cannot find" in built.stderr:
-        pytest.skip("the compiler has no sanitizer libraries")
-    assert built.returncode == 0, built.stderr
-    return binary
+    made = {}
+
+    def compiled(folder, *arguments):
+        done = subprocess.run([*base, *arguments], cwd=folder, capture_output=True, text=True)
+        if done.returncode and "cannot find" in done.stderr:
+            pytest.skip("the compiler has no sanitizer libraries")
+        assert done.returncode == 0, done.stderr
+
+    def build(main, flags):
+        every = [*flags, "-fno-sanitize-recover=all"]
+        if tuple(flags) not in made:
+            folder = tmp_path_factory.mktemp("objects")
+            compiled(folder, *every, "-c", *SOURCES)
+            made[tuple(flags)] = sorted(folder.glob("*.o"))
+            assert len(made[tuple(flags)]) == len(SOURCES)
+        binary = tmp_path_factory.mktemp("program") / "native"
+        compiled(binary.parent, *every, "-o", binary, Path(__file__).with_name(main), *made[tuple(flags)])
+        return binary
+
+    return build
 
 
 @needs_compiler
@@ -46,15 +59,17 @@ def sanitized(tmp_path, main, flags):
     ],
     ids=["address", "thread", "plain-hash", "writes", "packing"],
 )
-def test_the_c_code_is_clean_under_sanitizers(tmp_path, main, flags):
-    binary = sanitized(tmp_path, main, flags)
+def test_the_c_code_is_clean_under_sanitizers(tmp_path, sanitized, main, flags):
+    binary = sanitized(main, flags)
     done = subprocess.run([binary, tmp_path / "data"], capture_output=True, text=True, timeout=120)
     assert done.stdout.strip() == "ok", done.stdout + done.stderr
 
 
 @needs_compiler
-def test_an_index_that_lies_never_makes_the_reader_touch_foreign_memory_or_pass_wrong_bytes(tmp_path):
-    binary = sanitized(tmp_path, "fuzz_reader.c", ["-fsanitize=address,undefined"])
+def test_an_index_that_lies_never_makes_the_reader_touch_foreign_memory_or_pass_wrong_bytes(
+    tmp_path, sanitized
+):
+    binary = sanitized("fuzz_reader.c", ["-fsanitize=address,undefined"])
     for seed in ("1", "2"):
         done = subprocess.run(
             [binary, tmp_path / "data", "20000", seed],
