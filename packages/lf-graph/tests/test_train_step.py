@@ -1,4 +1,4 @@
-"""TrainStep gives the numbers of the eager loop, on the recorder. What it refuses: test_train_step_contract.py."""
+"""TrainStep gives the numbers of the eager loop, on the recorder. What it refuses: test_train_step_refusals.py."""
 
 from __future__ import annotations
 
@@ -11,11 +11,20 @@ import pytest
 import torch
 import train_cases as cases
 from torch import Tensor, nn
-from train_cases import Towers, Twins, batches, equal, largest_difference, model_of, pairs, snapshot
+from train_cases import (
+    TOLERANCE,
+    Towers,
+    Twins,
+    batches,
+    equal,
+    largest_difference,
+    model_of,
+    pairs,
+    snapshot,
+)
 
 from lf_graph import TrainStep
 
-TOLERANCE = 1e-6  # AdamW's lr is 1e-2: a rounding of the gradient changes a weight by 1e-9 to 1e-7
 # over many steps in bf16, a last bit of a master sooner or later rounds its shadow the other way, 2^-9 apart
 MANY_BF16_STEPS = 2e-3
 

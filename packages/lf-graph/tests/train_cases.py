@@ -15,6 +15,8 @@ from lf_graph import TrainStep
 
 VOCABULARY, WIDTH = 13, 16
 Batch = tuple[Tensor, Tensor]
+Build = Callable[[nn.Module], torch.optim.Optimizer]
+TOLERANCE = 1e-6  # AdamW's lr is 1e-2: a rounding of the gradient changes a weight by 1e-9 to 1e-7
 
 
 class Block(nn.Module):
@@ -101,6 +103,10 @@ def batches(count: int, length: int = 6, rows: int = 3, device: str = "cpu", see
 def adamw(model: nn.Module, **options: Any) -> torch.optim.Optimizer:
     trained = [p for p in model.parameters() if p.requires_grad]
     return torch.optim.AdamW(trained, **{"lr": 1e-2, "weight_decay": 0.1, **options})
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
 def two_groups(model: nn.Module) -> torch.optim.Optimizer:
