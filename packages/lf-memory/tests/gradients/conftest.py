@@ -52,6 +52,11 @@ else:
                 return self.head_loss(x.flatten(0, 1), self.head.weight, ids.flatten())
             return F.cross_entropy(self.head(x).flatten(0, 1).float(), ids.flatten())
 
+    @pytest.fixture(scope="session")
+    def gpt_class():
+        """The class GPT, with weights as the seed then stands."""
+        return GPT
+
     @pytest.fixture
     def gpt():
         """The class GPT."""
