@@ -1,4 +1,4 @@
-"""What a ``TrainStep`` can be asked for, checked where it is asked and not at the first batch."""
+"""What a ``TrainStep`` can be asked for, checked where it is asked; of batches, the first."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ import math
 from typing import Any, get_args
 
 import torch
+from torch import Tensor
 
 from lf_graph._compile import CompileMode
 from lf_graph._errors import GraphError
+from lf_graph._static import require_constants, tensors_of
 
 ANOTHER_SIGNATURE = (
     "drop or pad what differs (lf_graph.Buckets pads lengths), or allow one more graph with max_graphs=2"
@@ -47,3 +49,18 @@ def require_options(*, accumulate: Any, max_graphs: Any, clip: Any, autocast: An
         )
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise GraphError(f"autocast={autocast!r}: give a dtype such as torch.bfloat16, or None")
+
+
+def require_batch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
+    """The tensors of a first batch, at least one.
+
+    Raises:
+        GraphError: there is none, one of them wants a gradient, or an argument hides values.
+    """
+    require_constants(args, kwargs)
+    tensors = tensors_of(args, kwargs)
+    if not tensors:
+        raise GraphError("a batch needs at least one tensor")
+    if any(t.requires_grad for t in tensors):
+        raise GraphError(f"{name}: gradients of a batch do not leave the step; pass detach()ed tensors")
+    return tensors

@@ -11,7 +11,7 @@ from torch import Tensor
 from lf_graph._backend import Backend, Graph
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import restored
-from lf_graph._sinks import Direct, Into
+from lf_graph._sinks import Direct, Into, require_all_used
 from lf_graph._static import Signature
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import Update
@@ -46,6 +46,20 @@ class StepState:
                 self.graphs.append(self.graphs.pop(i))
                 return graph
         return None
+
+    def choose_sink(self, used: Sequence[Tensor], accumulate: int, direct: bool) -> Direct | Into:
+        """Where the gradients of ``used`` go: to the optimizer as they are made (``direct``), or into the buffers.
+
+        Raises as :func:`require_all_used` does.
+        """
+        require_all_used(used, self.index, self.update.names)
+        if direct:
+            self.sink = Direct(self.index, len(self.update.parameters))
+            return self.sink
+        if not self.buffers:
+            self.make_buffers(used, accumulate)
+        self.sink = Into(self.index, self.views, "write" if accumulate == 1 else "add")
+        return self.sink
 
     def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
         """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -21,10 +21,9 @@ from lf_graph._pool import GraphPool
 from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
-from lf_graph._sinks import Direct, Into, require_all_used
-from lf_graph._static import StaticInputs, copy_into, require_constants, signature_of, tensors_of
+from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
-from lf_graph._step_options import ANOTHER_SIGNATURE, require_optimizer, require_options
+from lf_graph._step_options import ANOTHER_SIGNATURE, require_batch, require_optimizer, require_options
 from lf_graph._step_result import StepResult
 from lf_graph._step_state import StepState, copies_of
 from lf_graph._train_graph import MicroGraph, Recipe
@@ -280,15 +279,7 @@ class TrainStep(NotCopied):
 
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
         require_gradients_on(self.name)
-        require_constants(args, kwargs)
-        tensors = tensors_of(args, kwargs)
-        if not tensors:
-            raise GraphError("a batch needs at least one tensor")
-        if any(t.requires_grad for t in tensors):
-            raise GraphError(
-                f"{self.name}: gradients of a batch do not leave the step; pass detach()ed tensors"
-            )
-        backend = backend_for(tensors[0].device)
+        backend = backend_for(require_batch(self.name, args, kwargs)[0].device)
         autocast = self._autocast(backend)
         names = {id(p): n for n, p in self.model.named_parameters()}
         shadowed = self._shadowed(autocast, args, kwargs)
@@ -342,11 +333,12 @@ class TrainStep(NotCopied):
         require_gradients_on(self.name)
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
+        direct = self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None
         # a capture that executes must not add to what earlier micro-batches of this update left
         touched = state.buffers if state.backend.executes_captures else []
         try:
             with self._parallel.bypassed(), restored(state.backend, touched):
-                graph.capture(lambda used: self._sink(state, used))
+                graph.capture(lambda used: state.choose_sink(used, self.accumulate, direct))
             if state.optimize is None:
                 state.capture_update()
         except BaseException:
@@ -355,17 +347,6 @@ class TrainStep(NotCopied):
         state.graphs.append(graph)
         self._counts["captures"] += 1
         return graph
-
-    def _sink(self, state: StepState, used: Sequence[Tensor]) -> Direct | Into:
-        index = state.index
-        require_all_used(used, index, state.update.names)
-        if self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None:
-            state.sink = Direct(index, len(state.update.parameters))
-            return state.sink
-        if not state.buffers:
-            state.make_buffers(used, self.accumulate)
-        state.sink = Into(index, state.views, "write" if self.accumulate == 1 else "add")
-        return state.sink
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
