@@ -154,13 +154,31 @@ def save_what_cannot_be(rank: int, path: str, case: str) -> str:
             bad["x"] = torch.zeros(3 + rank)
         elif case == "steps":
             step = 2 + rank
+        elif case == "no step" and rank == 1:
+            step = torch.tensor(2)  # type: ignore[assignment]
         try:
             store.save(step, bad).wait()
-        except CkptError as error:
+        except (CkptError, ValueError) as error:
             message = f"{type(error).__name__}: {error}"
         store.save(9, good).wait()
         assert store.steps() == (1, 9)
     return message
+
+
+def load_what_cannot_be(rank: int, path: str, case: str, broken: int) -> tuple[str, int]:
+    """A load that one rank cannot begin; the error of this rank, and the step that the next load finds."""
+    wrong: dict[str, dict[str, Any]] = {
+        "device": {"device": "warp:3"},
+        "options": {"into": {}, "strict": False, "precheck": False},
+        "step": {"step": 2},
+    }
+    with lf_ckpt.open(path, group=world(), group_timeout=600.0) as store:
+        store.save(1, {"x": torch.zeros(3)})
+        try:
+            store.load(**{"step": 1, **(wrong[case] if rank == broken else {})})
+        except (CkptError, ValueError) as error:
+            message = f"{type(error).__name__}: {error}"
+        return message, store.load().step
 
 
 class FullOnRank(FileLayer):

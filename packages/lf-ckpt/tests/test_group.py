@@ -133,6 +133,7 @@ def test_two_dimensional_meshes_store_each_part_once(ranks: Ranks, tmp_path: Pat
         ("unsupported", "rank 1: UnsupportedError: x", {0: "RankFailedError", 1: "UnsupportedError"}),
         ("shapes", "per_rank", {0: "CkptError", 1: "RankFailedError"}),
         ("steps", "saves step 3", {0: "RankFailedError", 1: "RankFailedError"}),
+        ("no step", "step tensor(2): a whole number", {0: "RankFailedError", 1: "ValueError"}),
     ],
 )
 def test_what_one_rank_cannot_save_fails_on_all_and_the_next_save_works(
@@ -144,6 +145,26 @@ def test_what_one_rank_cannot_save_fails_on_all_and_the_next_save_works(
         assert words in answer or (own[rank] != "RankFailedError" and case == "unsupported"), answer
     names = ("MANIFEST", "rank-0.lfckpt", "rank-1.lfckpt")
     assert files_under(tmp_path / "steps") == {f"{step}/{name}" for step in (1, 9) for name in names}
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+@pytest.mark.parametrize(
+    ("case", "own", "words"),
+    [
+        ("device", "UnsupportedError", "device warp:3"),
+        ("options", "ValueError", "needs strict=True"),
+        ("step", "RankFailedError", "wants load of step 2"),
+    ],
+)
+def test_a_load_that_one_rank_cannot_begin_fails_on_all_at_once(
+    ranks: Ranks, tmp_path: Path, case: str, own: str, words: str, broken: int
+) -> None:
+    """With a group_timeout that is longer than the test may take."""
+    answers = ranks.call(jobs.load_what_cannot_be, 2, path=str(tmp_path), case=case, broken=broken)
+    for rank, (message, step) in enumerate(answers):
+        assert message.startswith(own if rank == broken else "RankFailedError: load of step 1"), message
+        assert words in message
+        assert step == 1
 
 
 @pytest.mark.parametrize("on_error", ["raise", "warn"])

@@ -81,7 +81,7 @@ class Saver:
             gates = [gate_of(optimizer) for optimizer in optimizers]
             plan = in_order_of_change(make(), optimizers)[0] if gates else make()
         except BaseException as error:
-            self._team.refuse(step, error)
+            self._team.refuse(error)
             raise
         handle = SaveHandle(step, self._delivered)
         self.current = handle
@@ -103,6 +103,12 @@ class Saver:
             self._withdraw(job, error)
             raise
         return handle
+
+    def refuse(self, error: BaseException) -> None:
+        """Tell the other ranks, if any, that this one cannot begin a save, once the one in flight has ended."""
+        if self.current is not None and self._team.world > 1:
+            self.current._over.wait()
+        self._team.refuse(error)
 
     def settle(self) -> None:
         """Wait for the save in flight and raise or log its error."""
@@ -166,7 +172,7 @@ class Saver:
         try:
             base = self._usable_base()
         except BaseException as error:
-            self._team.refuse(step, error)
+            self._team.refuse(error)
             raise
         begun = self._team.begin(step, plan, Parent(base.folder, base.root) if base else None)
         self.base = base if begun.use_base else None

@@ -37,7 +37,7 @@ from .storage import Mode, Storage
 from .team import Alone, Together
 from .turns import Turn
 from .upload import Upload
-from .voting import together
+from .voting import agree, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -113,12 +113,13 @@ class Store:
         RankFailedError and PeerLostError in a group, and CkptError on a closed or read-only store or in a forked child.
         """
         self._writable()
-        if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
-            raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
-        optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
-        if optimizers and not overlap:
-            raise ValueError("fence= belongs to overlap=True")
         name = str if self._peers is None else stored_name(per_rank, self._peers.rank)
+        try:
+            optimizers = _checked(step, overlap, fence)
+        except BaseException as error:
+            with self._turn:
+                self._writable().refuse(error)
+            raise
 
         def plan() -> Plan:
             self._raise_upload_error()
@@ -163,19 +164,24 @@ class Store:
         this and all load the same step or none does. rank: whose values that are kept per rank to take; by default this
         rank's, those of 0 without a group. They are absent when that rank did not exist.
         """
-        wanted = Wanted.of(
-            device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
-            verify=verify, io=io, precheck=precheck, rank=self._rank if rank is None else rank,
-        )  # fmt: skip
         self._check_open()
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
             self._saver.current._over.wait()
+        try:
+            wanted = Wanted.of(
+                device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
+                verify=verify, io=io, precheck=precheck, rank=self._rank if rank is None else rank,
+            )  # fmt: skip
+        except BaseException as error:
+            self._folders(step, error)
+            raise
+        folders = self._folders(step)
         if step != "latest":
-            return self._load_exact(step, wanted)
+            return self._load_exact(step, wanted, folders)
         fallbacks: dict[str, tuple[int, str]] = {}
-        for _ in range(_SCANS):
+        for scan in range(_SCANS):
             vanished = False
-            for folder in reversed(self._folders()):
+            for folder in reversed(self._catalog.folders() if scan else folders):
                 try:
                     loaded = self._everywhere(folder, wanted)
                 except (CorruptError, OSError, HalfLoadedError, RankFailedError) as error:
@@ -316,15 +322,14 @@ class Store:
     def _rank(self) -> int:
         return 0 if self._peers is None else self._peers.rank
 
-    def _folders(self) -> list[str]:
-        """Committed folders, as rank 0 sees them."""
+    def _folders(self, step: int | str, problem: BaseException | None = None) -> list[str]:
+        """Committed folders, as rank 0 sees them. problem: why this rank cannot load; in a group, then nobody does."""
         if self._peers is None:
-            return self._catalog.folders()
-        world = self._peers.world
-        return list(self._peers.round(None, lambda _: [self._catalog.folders()] * world))
+            return self._catalog.folders() if problem is None else []
+        return list(agree(self._peers, f"load of step {step}", problem, self._catalog.folders))
 
-    def _load_exact(self, step: int, wanted: Wanted) -> Loaded:
-        folder = self._newest_attempt(step, self._folders())
+    def _load_exact(self, step: int, wanted: Wanted, folders: Sequence[str]) -> Loaded:
+        folder = self._newest_attempt(step, folders)
         try:
             return self._everywhere(folder, wanted)
         except (CorruptError, OSError) as error:
@@ -435,6 +440,18 @@ class Store:
             except OSError as error:
                 _log.warning("%s: lock not released cleanly: %s", self.path, error)
             self._lock = None
+
+
+def _checked(
+    step: int, overlap: bool, fence: torch.optim.Optimizer | Sequence[torch.optim.Optimizer]
+) -> tuple[torch.optim.Optimizer, ...]:
+    """The optimizers of `fence`; ValueError for what `Store.save` does not take."""
+    if isinstance(step, bool) or not isinstance(step, int) or not 0 <= step < STEP_LIMIT:
+        raise ValueError(f"step {step!r}: a whole number from 0 to 10**18 - 1")
+    optimizers = (fence,) if isinstance(fence, torch.optim.Optimizer) else tuple(fence)
+    if optimizers and not overlap:
+        raise ValueError("fence= belongs to overlap=True")
+    return optimizers
 
 
 def _step_of(folder: str) -> int:

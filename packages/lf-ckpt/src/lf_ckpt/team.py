@@ -72,7 +72,7 @@ class Team(Protocol):
     rank: int
     world: int
 
-    def refuse(self, step: int, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Say that this process cannot begin a save, so that the others do not wait for it."""
 
     def begin(self, step: int, plan: Plan, base: Parent | None) -> Begun:
@@ -93,7 +93,7 @@ class Alone:
     def __init__(self, catalog: Catalog) -> None:
         self._catalog = catalog
 
-    def refuse(self, step: int, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """Nobody waits."""
 
     def begin(self, step: int, plan: Plan, base: Parent | None) -> Begun:
@@ -132,10 +132,10 @@ class Together:
         self._merged: Merged | None = None
         self._told: list[str] = []
 
-    def refuse(self, step: int, error: BaseException) -> None:
+    def refuse(self, error: BaseException) -> None:
         """The others raise RankFailedError."""
         with contextlib.suppress(CkptError):
-            self._peers.round({"step": step, "error": _text(error)}, self._greet)
+            self._peers.round({"step": None, "error": _text(error)}, self._greet)
 
     def begin(self, step: int, plan: Plan, base: Parent | None) -> Begun:
         """Agree. RankFailedError when a rank cannot, saves another step, or holds parts that fit no whole."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from .errors import CorruptError, PeerLostError, RankFailedError
+from .errors import CkptError, CorruptError, PeerLostError, RankFailedError
 from .jsonio import Json
 from .loading import is_damage
 from .peers import Peers
@@ -35,6 +36,32 @@ def vote(peers: Peers, error: BaseException | None) -> Verdict:
 
     answer = peers.round(mine, decide)
     return Verdict({int(rank): text for rank, text in answer["reasons"].items()}, answer["damage"])
+
+
+def agree(peers: Peers, wish: str, error: BaseException | None, answer: Callable[[], Json]) -> Any:
+    """The first round of what all ranks do: rank 0's `answer()`, for all.
+
+    wish: what this rank is about to do, which must be the same everywhere. error: why this rank cannot even begin.
+    Raises `error` on the rank that has one and RankFailedError on the others: none of them waits for it in vain.
+    """
+    mine = {"error": None if error is None else f"{type(error).__name__}: {error}", "wish": wish}
+
+    def decide(told: list[Any]) -> list[Json]:
+        failed = {rank: value["error"] for rank, value in enumerate(told) if value["error"] is not None}
+        if not failed and any(value["wish"] != wish for value in told):
+            failed = {rank: f"wants {value['wish']}" for rank, value in enumerate(told)}
+        return [{"failed": failed, "answer": None if failed else answer()}] * peers.world
+
+    if error is not None:
+        with suppress(CkptError):
+            peers.round(mine, decide)
+        raise error
+    agreed = peers.round(mine, decide)
+    if agreed["failed"]:
+        raise RankFailedError(
+            f"{wish} was not begun", {int(rank): text for rank, text in agreed["failed"].items()}
+        )
+    return agreed["answer"]
 
 
 def together(peers: Peers, what: str, attempt: Callable[[Callable[[], None]], T]) -> T:
