@@ -310,6 +310,29 @@ def test_a_delta_on_a_damaged_base_is_not_uploaded_and_is_named(tmp_path: Path) 
     check_copy(tmp_path / "remote", ())
 
 
+class SpoilsFirstStep(lf_ckpt.FileLayer):
+    """A disk that loses a bit of step 1 when it is committed."""
+
+    def rename(self, old: str, new: str) -> None:
+        if new.endswith("/1/MANIFEST"):
+            path = Path(new).with_name("rank-0.lfckpt")
+            data = bytearray(path.read_bytes())
+            data[5000] ^= 1
+            path.write_bytes(data)
+        super().rename(old, new)
+
+
+def test_a_step_that_an_upload_finds_damaged_is_no_base_any_more(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path / "local", upload=place(tmp_path), files=SpoilsFirstStep()) as store:
+        save(store, 1)
+        with pytest.raises(lf_ckpt.UploadError, match="step 1: "):
+            store.wait_uploaded()
+        assert store.save(2, STATES[2]).wait().kind == "full"
+        assert store.save(3, STATES[3]).wait().base == "2"
+
+    check_copy(tmp_path / "remote", (2, 3))
+
+
 def test_the_copy_has_rules_of_its_own_and_keeps_what_deltas_to_come_may_need(tmp_path: Path) -> None:
     upload = place(tmp_path, keep=[lf_ckpt.Every(steps=4)])
     with lf_ckpt.open(tmp_path / "local", upload=upload, keep=[lf_ckpt.Last(2)], full_every=3) as store:

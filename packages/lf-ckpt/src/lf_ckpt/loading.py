@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -241,6 +242,11 @@ def is_damage(error: BaseException | None) -> bool:
         return error.damage
     # Want of descriptors or memory says nothing about the files: no reason to go back to an older step.
     return isinstance(error, CorruptError | OSError) and not exhausted(error)
+
+
+def folder_of(error: BaseException | None) -> str:
+    """Step folder of the file that an error names, a base perhaps; "" when it names none."""
+    return os.path.basename(os.path.dirname(error.path)) if isinstance(error, CorruptError) else ""
 
 
 def describe(error: BaseException) -> str:

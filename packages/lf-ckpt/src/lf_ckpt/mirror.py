@@ -18,7 +18,7 @@ from .catalog import Catalog, candidate_of
 from .errors import CkptError, CorruptError, UploadError
 from .files import read_all
 from .format import TRAILER_BYTES, parse_trailer
-from .loading import verify_step
+from .loading import folder_of, verify_step
 from .lock import LOCK, StoreLock
 from .manifest import MANIFEST_LIMIT, DataFile, Manifest, parse_folder
 from .places import locate
@@ -33,8 +33,11 @@ _PIECE_BYTES = 8 << 20
 class Mirror:
     """The second store, locked, and the thread that fills it. One pass at a time; a pass copies all that is missing."""
 
-    def __init__(self, upload: Upload) -> None:
-        """Open the place. LockedError, CkptError, OSError as `lf_ckpt.open`."""
+    def __init__(self, upload: Upload, suspects: set[str]) -> None:
+        """Open the place. LockedError, CkptError, OSError as `lf_ckpt.open`.
+
+        suspects: gets the local folders whose files do not verify.
+        """
         files, where = locate(upload.url, upload.mode, upload.files)
         self.url, self._options = os.fspath(upload.url), upload
         self._remote = Catalog(files, where)
@@ -46,6 +49,7 @@ class Mirror:
         self._there: set[str] = set()  # every folder name that the copy has
         self._copies: dict[str, Candidate] = {}  # its sound steps; this is their only writer
         self._damaged: set[str] = set()  # local steps that did not verify
+        self._suspects = suspects
         self._bases: dict[str, str | None] = {}  # of the local steps in the plan
         self._error: UploadError | None = None
         self._stop = threading.Event()
@@ -189,6 +193,7 @@ class Mirror:
             self._try(folder)
         except CorruptError as error:
             self._damaged.add(folder)
+            self._suspects |= {folder, folder_of(error)} - {""}
             return f"step {folder}: {error}"
         return None
 

@@ -40,7 +40,8 @@ Staging: TypeAlias = list[torch.cuda.Event]
 class Saver:
     """Saves plans one after another. Executor threads are joined at interpreter exit, so no save is cut off there."""
 
-    def __init__(self, catalog: Catalog, options: Options, team: Team) -> None:
+    def __init__(self, catalog: Catalog, options: Options, team: Team, damaged: set[str]) -> None:
+        """damaged: folders that cannot be read, to be base of nothing; others add to it at any time."""
         self._catalog, self._options, self._team = catalog, options, team
         self._writing = Writing(catalog.files, options)
         settle = self._writing.settle_thread
@@ -60,7 +61,7 @@ class Saver:
         self.base: Base | None = None
         self.current: SaveHandle | None = None
         self._down = False
-        self.damaged: set[str] = set()
+        self._damaged = damaged
         if options.expected_bytes is not None:
             pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
             device = (
@@ -288,7 +289,7 @@ class Saver:
     def _usable_base(self) -> Base | None:
         """The base for the next save, or None when it must be full."""
         if self.base is not None:
-            gone = self.base.folder not in self._catalog.folders()
+            gone = self.base.folder in self._damaged or self.base.folder not in self._catalog.folders()
             if gone or self._deltas >= self._options.full_every:
                 self.base = None
         return self.base
@@ -368,7 +369,7 @@ class Saver:
         self._deltas = self._deltas + 1 if done.report.kind == "delta" else 0
         self.base = done.base
         if done.damaged:
-            self.damaged.add(done.damaged)
+            self._damaged.add(done.damaged)
         return replace(done.report, removed=tuple(self._retire(job.folder)))
 
     def _retire(self, saved: str) -> list[str]:
@@ -377,7 +378,7 @@ class Saver:
         protect = {saved} | ({self.base.folder} if self.base else set())
         try:
             self._catalog.point_head(saved)
-            return self._catalog.retain(self._options.keep, protect, self.damaged)
+            return self._catalog.retain(self._options.keep, protect, frozenset(self._damaged))
         except Exception as error:  # the step is durable: whatever fails here must not make it look lost
             _log.warning("%s: old steps not removed: %s", self._catalog.path, error)
             return []

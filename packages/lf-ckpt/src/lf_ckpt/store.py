@@ -18,7 +18,7 @@ from .fetch import ReadIo
 from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
-from .loading import Wanted, describe, is_damage, load_step, verified_base
+from .loading import Wanted, describe, folder_of, is_damage, load_step, verified_base
 from .local import is_sharded
 from .lock import LOCK, StoreLock
 from .manifest import PUBLISH
@@ -71,6 +71,7 @@ class Store:
         self._lock: StoreLock | None = None
         self._saver: Saver | None = None
         self._mirror: Mirror | None = None
+        self._damaged: set[str] = set()  # folders that loads or uploads could not read; no base for a save
         self._peers = join(group, options.group_timeout)
         try:
             if self._peers is None:
@@ -299,7 +300,7 @@ class Store:
         self._catalog.identify()
         if not self.options.read_only:
             team = Alone(self._catalog) if self._peers is None else Together(self._catalog, self._peers)
-            self._saver = Saver(self._catalog, self.options, team)
+            self._saver = Saver(self._catalog, self.options, team, self._damaged)
 
     def _take(self) -> None:
         catalog = self._catalog
@@ -307,7 +308,7 @@ class Store:
             catalog.make_folder(catalog.path)
             self._lock = StoreLock(catalog.files, os.path.join(catalog.path, LOCK))
             if self.options.upload is not None:
-                self._mirror = Mirror(self.options.upload)
+                self._mirror = Mirror(self.options.upload, self._damaged)
             self._catalog.create(self._mirror.store_id if self._mirror else None)
             self._catalog.identify()
             swept = self._catalog.sweep()
@@ -395,12 +396,8 @@ class Store:
         _log.warning(
             "%s: step %s cannot be used, trying an older one: %s", self.path, folder, describe(error)
         )
-        if self._saver is None:
-            return
-        self._saver.damaged.add(folder)
         bad = error.__cause__ if isinstance(error, HalfLoadedError) else error
-        if self._saver.base is not None and self._saver.base.folder in (folder, _folder_of(bad)):
-            self._saver.base = None
+        self._damaged |= {folder, folder_of(bad)} - {""}
 
     def _raise_upload_error(self) -> None:
         error = self._mirror.take_error() if self._mirror is not None else None
@@ -456,11 +453,6 @@ def _checked(
 
 def _step_of(folder: str) -> int:
     return int(folder.partition(".")[0])
-
-
-def _folder_of(error: BaseException | None) -> str:
-    """Step folder of the file that an error names."""
-    return os.path.basename(os.path.dirname(error.path)) if isinstance(error, CorruptError) else ""
 
 
 def open(
