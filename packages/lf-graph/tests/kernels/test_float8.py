@@ -198,11 +198,11 @@ def test_autocast_rounds_the_master_itself() -> None:
 
 
 @pytest.mark.parametrize("scaling", ["tensor", "row"])
-def test_compiled_whole_it_computes_the_same(scaling: str) -> None:
+def test_in_compiled_code_it_stays_outside_and_computes_the_same(scaling: str) -> None:
     given = inputs(8)
     for implementation in ("plain", "triton"):
         fn = ours(implementation, scaling)
-        compiled = torch.compile(fn, fullgraph=True, backend="aot_eager")
+        compiled = torch.compile(fn, backend="aot_eager")
         assert same_bits(with_gradients(compiled, *given), with_gradients(fn, *given))
 
 

@@ -65,9 +65,19 @@ def float8_linear(
     _check(x, weight, bias, scaling)
     of = _parts(implementation, x)
     with no_autocast(x.device):
-        out: Tensor = _Float8Linear.apply(x.reshape(-1, x.shape[-1]), weight, scaling, of)  # type: ignore[no-untyped-call]
+        # Triton 3.6 mixes up the rows of an fp32 tile that it rounds to 8 bits and turns.
+        out: Tensor = _linear(x.reshape(-1, x.shape[-1]), weight.to(torch.bfloat16), scaling, of)
     out = out.view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(out.dtype)
+
+
+def _linear(x: Tensor, weight: Tensor, scaling: Scaling, of: Float8Parts) -> Tensor:
+    out: Tensor = _Float8Linear.apply(x, weight, scaling, of)  # type: ignore[no-untyped-call]
+    return out
+
+
+# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11, all results were zero.
+_linear._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _in_bfloat16(x: Tensor) -> Tensor:

@@ -18,8 +18,8 @@ from torch import Tensor
 from lf_graph._errors import GraphError
 from lf_graph.kernels._checks import allow_tensors, require_tensors
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError, use_triton
+from lf_graph.kernels._head import Head, padded
 from lf_graph.kernels._linear_cross_entropy_plain import Terms, plain_rows
-from lf_graph.kernels._matmul import add_product, product
 
 Rows = Callable[[Tensor, Tensor, Tensor, Terms, bool], None]
 OPERATOR = "linear_cross_entropy"
@@ -27,7 +27,6 @@ _SHARE = 10  # a chunk holds at most a tenth of many tokens, and so of their log
 # Rows below which the products of a chunk leave multiprocessors idle.
 _LEAST_ROWS = 1024
 _TILE = 128  # rows of a tile of a product
-_ALIGNED = 64  # columns: rows of logits start at multiples of 128 bytes, whatever the vocabulary
 
 
 def linear_cross_entropy(
@@ -166,13 +165,13 @@ class _Gradients:
         self.weight = make(shape, dtype=sums)
         self.bias = weight.new_zeros(len(weight) if wanted[2] else 0, dtype=_sum_dtype(weight.dtype))
 
-    def add(self, start: int, derivatives: Tensor, x: Tensor, matrix: Tensor) -> None:
+    def add(self, start: int, derivatives: Tensor, x: Tensor, head: Head) -> None:
         """Adds the chunk from token ``start`` on: derivatives [rows, vocab] of the logits of x [rows, dim]."""
         hidden, weight, bias = self.wanted
         if hidden:
-            product(derivatives, matrix, self.hidden[start : start + len(x)])
+            head.hidden(derivatives, self.hidden[start : start + len(x)])
         if weight:
-            (add_product if start else product)(derivatives.t(), x, self.weight)
+            head.weight(derivatives, x, self.weight, add=start > 0)
         if bias:
             self.bias += derivatives.sum(0, dtype=self.bias.dtype)
 
@@ -188,27 +187,18 @@ class _Chunks:
     def __init__(
         self, hidden: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype, size: int
     ) -> None:
-        self.hidden, self.vocab, self.dtype = hidden, len(weight), dtype
+        self.hidden, self.dtype = hidden, dtype
         self.size = max(1, min(size, len(hidden)))
-        self.matrix = weight.to(dtype)
-        self._offset = None if bias is None else bias.to(dtype)
-        self._buffer = hidden.new_empty((self.size, -(-self.vocab // _ALIGNED) * _ALIGNED), dtype=dtype)
+        self.head = Head(weight.to(dtype), None if bias is None else bias.to(dtype))
+        self._buffer = hidden.new_empty((self.size, padded(len(weight))), dtype=dtype)
         # oneDNN reads bf16 in pairs: of an odd vocabulary one column too many, times zero, which NaN survives.
-        self._buffer[:, self.vocab :].zero_()
+        self._buffer[:, len(weight) :].zero_()
 
     def __iter__(self) -> Iterator[tuple[int, Tensor, Tensor]]:
         """(first token, its chunk of hidden [rows, dim], logits [rows, vocab])."""
         for start in range(0, len(self.hidden), self.size):
             x = self.hidden[start : start + self.size].to(self.dtype)
-            yield start, x, self._logits(x)
-
-    def _logits(self, x: Tensor) -> Tensor:
-        logits = self._buffer[: len(x), : self.vocab]
-        if self._offset is None:
-            product(x, self.matrix.t(), logits)
-        else:
-            torch.addmm(self._offset, x, self.matrix.t(), out=logits)
-        return logits
+            yield start, x, self.head.logits(x, self._buffer[: len(x)])
 
 
 def losses_and_gradients(
@@ -234,7 +224,7 @@ def _sum_losses(chunks: _Chunks, targets: Tensor, terms: Terms, gradients: _Grad
     for start, x, logits in chunks:
         part = slice(start, start + len(x))
         rows(logits, targets[part], losses[part], terms, any(gradients.wanted))
-        gradients.add(start, logits, x, chunks.matrix)
+        gradients.add(start, logits, x, chunks.head)
     return losses.sum()
 
 
