@@ -7,11 +7,11 @@ import select
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from ckpt_children import wait_status
 from ckpt_faults import KillAtByte, Volatile
 from ckpt_states import assert_same, files_under, state
 
@@ -40,18 +40,6 @@ def check_store(path: Path, at_least: int) -> int:
     return loaded.step
 
 
-def in_child(work: Callable[[], None]) -> int:
-    """Run `work` in a forked child; its wait status."""
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    return os.waitpid(pid, 0)[1]
-
-
 @pytest.mark.parametrize("limit", [4096, 500_000, 3 << 20, (3 << 20) + 4097, 5 << 20])
 def test_kill_9_inside_long_direct_writes(tmp_path: Path, limit: int) -> None:
     old, new = {"x": torch.zeros(2_000_000)}, {"x": torch.ones(2_000_000)}
@@ -61,7 +49,7 @@ def test_kill_9_inside_long_direct_writes(tmp_path: Path, limit: int) -> None:
     def save() -> None:
         lf_ckpt.open(tmp_path, compress="raw", files=KillAtByte(limit)).save(2, new).wait()
 
-    assert os.WIFSIGNALED(in_child(save))
+    assert os.WIFSIGNALED(wait_status(save))
     with lf_ckpt.open(tmp_path) as store:
         assert_same(store.load().tensors, old)
 

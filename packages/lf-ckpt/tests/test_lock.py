@@ -6,12 +6,12 @@ import ctypes
 import errno
 import os
 import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from ckpt_children import living, wait_status
 from ckpt_states import assert_same, state
 
 import lf_ckpt
@@ -26,55 +26,19 @@ def leave_record(path: Path, owner: Owner) -> None:
     (path / "LOCK").write_bytes(dump_owner(owner))
 
 
-@contextmanager
-def living(work: Callable[[], None]) -> Iterator[int]:
-    """A forked child that has done `work` and sleeps; killed at the end."""
-    ready, done = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os.write(done, b"x")
-            signal.pause()
-        finally:
-            os._exit(1)
-    os.close(done)
-    try:
-        assert os.read(ready, 1) == b"x", "the child failed"
-        yield pid
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-
-
 def in_new_pid_namespace(work: Callable[[], None]) -> Callable[[], None]:
     """`work` in a grandchild that is pid 1 of a namespace of its own; skips where that is not allowed."""
 
     def child() -> None:
         if ctypes.CDLL(None, use_errno=True).unshare(CLONE_NEWPID):
             os._exit(77)
-        pid = os.fork()
-        if pid == 0:
-            try:
-                work()
-                os._exit(0)
-            finally:
-                os._exit(1)
-        os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+        os._exit(os.waitstatus_to_exitcode(wait_status(work)) & 0xFF)
 
     return child
 
 
 def exit_code(work: Callable[[], None]) -> int:
-    pid = os.fork()
-    if pid == 0:
-        try:
-            work()
-            os._exit(0)
-        finally:
-            os._exit(1)
-    code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    code = os.waitstatus_to_exitcode(wait_status(work))
     if code == 77:
         pytest.skip("unshare is not allowed here")
     return code
@@ -99,23 +63,11 @@ def test_a_second_writer_is_refused_and_told_who_holds_the_store(tmp_path: Path)
 
 
 def test_a_writer_in_another_process_is_refused_until_it_is_killed(tmp_path: Path) -> None:
-    ready, done = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        store = lf_ckpt.open(tmp_path)
-        os.write(done, b"x")
-        signal.pause()
-        store.close()
-        os._exit(0)
-    os.read(ready, 1)
-    try:
-        with pytest.raises(lf_ckpt.LockedError, match=f"pid {pid}"):
-            lf_ckpt.open(tmp_path)
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(ready)
-        os.close(done)
+    with (
+        living(lambda: lf_ckpt.open(tmp_path)) as pid,
+        pytest.raises(lf_ckpt.LockedError, match=f"pid {pid}"),
+    ):
+        lf_ckpt.open(tmp_path)
 
     lf_ckpt.open(tmp_path).close()
 
@@ -299,7 +251,7 @@ class TestOwnerRecordAlone:
         lf_ckpt.open(tmp_path, files=NoLocks()).close()
 
     def test_a_living_owner_is_refused_and_a_killed_one_taken_over(self, tmp_path: Path) -> None:
-        owner = living(lambda: _keep(lf_ckpt.open(tmp_path, files=NoLocks())))
+        owner = living(lambda: lf_ckpt.open(tmp_path, files=NoLocks()))
         with owner as pid, pytest.raises(lf_ckpt.LockedError, match=rf"pid {pid} .*alive"):
             lf_ckpt.open(tmp_path, files=NoLocks())
         lf_ckpt.open(tmp_path, files=NoLocks()).close()
@@ -334,13 +286,6 @@ class TestOwnerRecordAlone:
     def test_mode_local_asks_for_a_real_lock(self, tmp_path: Path) -> None:
         with pytest.raises(lf_ckpt.CkptError, match="locks are refused here"):
             lf_ckpt.open(tmp_path, files=NoLocks(), mode="local")
-
-
-_kept: list[lf_ckpt.Store] = []
-
-
-def _keep(store: lf_ckpt.Store) -> None:
-    _kept.append(store)
 
 
 ME = Owner("here", "boot", 100, 7, 5000, "a")
@@ -387,28 +332,17 @@ def test_a_symlinked_store_is_resolved_once_and_locked_as_itself(tmp_path: Path)
 def test_a_forked_child_can_load_but_not_save_and_does_not_hold_the_lock(tmp_path: Path) -> None:
     store = lf_ckpt.open(tmp_path)
     store.save(1, state()).wait()
-    told, tell = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        try:
-            assert_same(store.load().tensors, state())
-            with pytest.raises(lf_ckpt.CkptError, match="forked"):
-                store.save(2, state())
-            store.close()
-            os.write(tell, b"y")
-            signal.pause()
-        finally:
-            os._exit(1)
-    try:
-        assert os.read(told, 1) == b"y"
+
+    def child() -> None:
+        assert_same(store.load().tensors, state())
+        with pytest.raises(lf_ckpt.CkptError, match="forked"):
+            store.save(2, state())
+        store.close()
+
+    with living(child):
         store.save(3, state()).wait()
         store.close()
         lf_ckpt.open(tmp_path).close()  # the child is still alive
-    finally:
-        os.kill(pid, signal.SIGKILL)
-        os.waitpid(pid, 0)
-        os.close(told)
-        os.close(tell)
 
 
 def test_leftovers_of_a_dead_writer_are_swept_and_foreign_files_are_not(tmp_path: Path) -> None:
