@@ -105,9 +105,11 @@ def test_modules_report_the_version_of_their_package() -> None:
         assert found[1] == _project(package)["version"]
 
 
-def test_build_hooks_are_copies_of_one_file() -> None:
-    hooks = {p.read_bytes() for p in ROOT.glob("packages/*/hatch_build.py")}
-    assert len(hooks) == 1
+@pytest.mark.parametrize("name", ["hatch_build.py", "tests/warm_server.py"])
+def test_copies_are_of_one_file(name: str) -> None:
+    """Packages stand alone, also in building and testing."""
+    copies = [p.read_bytes() for p in ROOT.glob(f"packages/*/{name}")]
+    assert len(set(copies)) == 1
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)

@@ -31,5 +31,5 @@ def test_a_run_that_does_not_end_is_killed_with_all_that_it_started(cli: Any, sm
     arguments = ["train", "run.name=long", *small, "run.steps=1000000", "--nproc", "2"]
     with pytest.raises(subprocess.TimeoutExpired):
         warm.run(arguments, cli.folder, cli.environment, cli.folder / "out", timeout=5)
-    server = psutil.Process(warm._server().pid)
+    server = psutil.Process(warm._server().process.pid)
     assert not [p for p in server.children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]

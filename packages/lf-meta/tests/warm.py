@@ -6,18 +6,17 @@ What signals, kills or hooks a process starts it for itself (``Cli.start``); so 
 
 from __future__ import annotations
 
-import atexit
 import functools
-import importlib
-import json
 import os
 import random
 import select
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any, NoReturn
 
 import psutil
+from warm_server import Server, fork, serve
 
 PRELOADED = ("torch.distributed", "lf_meta.cli", "lf_meta.jobs", "lf_meta.models", "matplotlib.figure")
 
@@ -31,55 +30,23 @@ def run(arguments: list[str], folder: Path, environment: dict[str, str], out: Pa
     Raises:
         subprocess.TimeoutExpired: it did not end in time, and was killed with what it had started.
     """
-    server = _server()
-    assert server.stdin is not None
-    assert server.stdout is not None
     request = {"arguments": arguments, "folder": str(folder), "environment": environment, "out": str(out)}
-    server.stdin.write(json.dumps({**request, "timeout": timeout}) + "\n")
-    server.stdin.flush()
-    answer = server.stdout.readline()
-    assert answer, f"the process that starts loongforge ended with {server.poll()}"
-    code: int | None = json.loads(answer)
+    code: int | None = _server().ask({**request, "timeout": timeout})
     if code is None:
         raise subprocess.TimeoutExpired(arguments, timeout)
     return code
 
 
 @functools.cache
-def _server() -> subprocess.Popen[str]:
-    environment = {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"}
-    server = subprocess.Popen(
-        [sys.executable, __file__],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    atexit.register(_end, server)
-    return server
+def _server() -> Server:
+    return Server(__file__, {**os.environ, "OMP_WAIT_POLICY": "PASSIVE", "OMP_NUM_THREADS": "1"})
 
 
-def _end(server: subprocess.Popen[str]) -> None:
-    assert server.stdin is not None
-    server.stdin.close()
-    try:
-        server.wait(10)
-    except subprocess.TimeoutExpired:
-        server.kill()
-
-
-def _serve() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)
-    for name in PRELOADED:
-        importlib.import_module(name)
-    for line in sys.stdin:
-        request = json.loads(line)
-        child = os.fork()
-        if child == 0:
-            answers.close()
-            _become(request)  # ends as any process does, by SystemExit
-        print(json.dumps(_wait(child, request["timeout"])), file=answers, flush=True)
+def _answer(request: dict[str, Any]) -> int | None:
+    child = fork()
+    if child == 0:
+        _become(request)  # ends as any process does, by SystemExit
+    return _wait(child, request["timeout"])
 
 
 def _wait(child: int, timeout: float) -> int | None:
@@ -96,17 +63,17 @@ def _wait(child: int, timeout: float) -> int | None:
     return os.waitstatus_to_exitcode(status) if ended else None
 
 
-def _become(request: dict[str, object]) -> None:
+def _become(request: dict[str, Any]) -> NoReturn:
     """Everything that a start by ``python -m lf_meta.cli`` would have set."""
     nothing = os.open(os.devnull, os.O_RDONLY)
-    out = os.open(str(request["out"]), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    out = os.open(request["out"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for ours, standard in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(ours, standard)
-    os.chdir(str(request["folder"]))
+    os.chdir(request["folder"])
     os.environ.clear()
-    os.environ.update(request["environment"])  # type: ignore[call-overload]
-    sys.argv = ["loongforge", *request["arguments"]]  # type: ignore[misc]
-    sys.path[0] = str(request["folder"])
+    os.environ.update(request["environment"])
+    sys.argv = ["loongforge", *request["arguments"]]
+    sys.path[0] = request["folder"]
     random.seed()
     from lf_meta.cli import main
 
@@ -114,4 +81,4 @@ def _become(request: dict[str, object]) -> None:
 
 
 if __name__ == "__main__":
-    _serve()
+    serve(PRELOADED, _answer)
