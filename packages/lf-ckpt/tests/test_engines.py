@@ -19,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import lf_ckpt
-from lf_ckpt.engines import PIECE_BYTES, Countdown, ThreadEngine, find_ring
+from lf_ckpt import staging_slab
+from lf_ckpt.engines import PIECE_BYTES, Countdown, Ring, ThreadEngine, find_ring
 from lf_ckpt.priority import NICE
 from lf_ckpt.rate import BURST_SECONDS, Throttle
 from lf_ckpt.sink import Sink
@@ -203,6 +204,42 @@ def test_a_ring_that_keeps_one_piece_does_not_hold_up_a_small_slab(tmp_path: Pat
     assert_same(loaded.tensors, {"noise": noise, **many})
 
 
+class Registers:
+    """Stands for lf_iouring: its engines hold the memory that is registered with them until they are closed."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def WriteEngine(self, slabs: Sequence[Any], **_: Any) -> Any:  # noqa: N802
+        self.held += sum(slab.size for slab in slabs)
+
+        def close() -> None:
+            self.held -= sum(slab.size for slab in slabs)
+
+        info = SimpleNamespace(registered_bytes=0, depth=1)
+        create = lambda path, **_: LateWriter(path)  # noqa: E731
+        return SimpleNamespace(close=close, create=create, info=lambda: info)
+
+
+def test_a_ring_lets_go_of_a_slab_before_a_larger_one_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, seen = Registers(), []
+    with lf_ckpt.open(tmp_path, compress="raw") as store:
+        assert store._saver is not None
+        store._saver._writing._ring = Ring(module)
+        store.save(1, {"x": torch.ones(MIB)}).wait()
+        assert module.held >= 4 * MIB
+
+        real = staging_slab.Slab
+        monkeypatch.setattr(staging_slab, "Slab", lambda *a: seen.append(module.held) or real(*a))
+        store.save(2, {"x": torch.ones(5 * MIB)}).wait()
+        assert seen == [0]
+        assert module.held >= 20 * MIB
+        assert_same(store.load().tensors, {"x": torch.ones(5 * MIB)})
+    assert module.held == 0
+
+
 def test_a_descriptor_that_does_not_close_leaves_no_other_open(tmp_path: Path) -> None:
     class Broken(Files):
         closed: list[int] = []  # noqa: RUF012
@@ -310,10 +347,11 @@ def test_a_small_slab_states_its_stall_before_the_save(
 def test_the_slab_of_an_expected_state_is_made_before_the_first_save(tmp_path: Path) -> None:
     with lf_ckpt.open(tmp_path, expected_bytes=24 * MIB) as store:
         assert store._saver is not None
-        assert store._saver._early_slab is not None
-        store._saver._early_slab.result(30)
-        early = store._saver._slab
+        made = store._saver._slab
+        assert made._early is not None
+        made._early.result(30)
+        early = made._slab
         assert early is not None
         assert early.size == 24 * MIB
         store.save(1, {"x": torch.zeros(MIB)}).wait()
-        assert store._saver._slab is early
+        assert made._slab is early

@@ -169,10 +169,10 @@ def test_memory_prepared_ahead_is_locked_through_the_device_of_the_caller(
     monkeypatch.setattr(host_memory, "_register_one", lambda *a: used.append(a[0]) or real(*a))
     with on(3), lf_ckpt.open(tmp_path, expected_bytes=5 * MIB) as store:
         assert store._saver is not None
-        assert store._saver._early_slab is not None
-        store._saver._early_slab.result(30)
-        assert store._saver._slab is not None
-        store._saver._slab.memory.wait_ready(5 * MIB)
+        assert store._saver._slab._early is not None
+        store._saver._slab._early.result(30)
+        assert store._saver._slab._slab is not None
+        store._saver._slab._slab.memory.wait_ready(5 * MIB)
     assert set(used) == {3}
 
 

@@ -32,6 +32,7 @@ class SaveHandle:
         self._error: BaseException | None = None
         self._on_delivered = on_delivered
         self._pid = os.getpid()
+        self._claims = threading.Lock()
 
     @property
     def staged(self) -> bool:
@@ -87,6 +88,10 @@ class SaveHandle:
             raise CkptError(
                 f"step {self.step} is being saved by process {self._pid}; a forked child cannot wait"
             )
+
+    def _claim(self) -> bool:
+        """Whether the caller is the first to ask, and so the one who ends this save."""
+        return self._claims.acquire(blocking=False)
 
     def _mark(self, state: str) -> None:
         self._at[state] = time.perf_counter() - self._began

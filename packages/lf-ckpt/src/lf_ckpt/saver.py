@@ -15,8 +15,7 @@ import torch
 from .catalog import Catalog
 from .crew import Crew
 from .errors import CkptError
-from .fence import ends_in, gate_of, in_order_of_change
-from .free_memory import available_memory
+from .fence import Gate, ends_in, gate_of, in_order_of_change
 from .handle import SaveHandle
 from .manifest import Parent, data_file_name
 from .options import Options
@@ -24,10 +23,11 @@ from .parents import ParentBytes, new_parents, stored_parents
 from .plan import Plan
 from .report import SaveReport
 from .saving import SaveJob, failed_report, run, translate
-from .sink import Writing
-from .sizing import choose_slab, chunk_bytes_for, predict_stall
+from .sink import Sink, Writing
+from .sizing import chunk_bytes_for, predict_stall
 from .slab import Slab, StagingAbortedError
 from .staging import side_streams, stage
+from .staging_slab import StagingSlab
 from .team import Begun, Team
 from .writer import Base
 
@@ -49,9 +49,7 @@ class Saver:
         self._stager = ThreadPoolExecutor(1, "lf-ckpt-stage")
         threads = options.threads
         self._pool = Crew(threads, "lf-ckpt-encode", settle) if threads > 1 else None
-        self._slab: Slab | None = None
-        self._slab_note = ""
-        self._early_slab: Future[None] | None = None
+        self._slab = StagingSlab(catalog.path, options.slab_bytes, self._writing.let_go)
         self._staging: Future[None] | None = None
         self._undelivered: BaseException | None = None
         self._deltas = 0
@@ -60,14 +58,13 @@ class Saver:
         self._spent: ParentBytes | None = None
         self.base: Base | None = None
         self.current: SaveHandle | None = None
+        # Of the save being started; kept as soon as they are made, for Ctrl-C may come before they are returned.
+        self._begun: Begun | None = None
+        self._sink: Sink | None = None
         self._down = False
         self._damaged = damaged
         if options.expected_bytes is not None:
-            pinned = torch.cuda.is_available() and torch.cuda.is_initialized()
-            device = (
-                torch.cuda.current_device() if pinned else None
-            )  # of this thread; others begin on device 0
-            self._early_slab = self._stager.submit(self._fit_early, options.expected_bytes, device)
+            self._slab.expect(options.expected_bytes, self._stager)
 
     def start(
         self,
@@ -84,24 +81,18 @@ class Saver:
         except BaseException as error:
             self._team.refuse(error)
             raise
-        handle = SaveHandle(step, self._delivered)
-        self.current = handle
-        begun = self._begin(handle, plan)
-        job = self._prepare(handle, begun) if begun is not None else None
-        if job is None:
-            return handle
+        handle, job, self._begun, self._sink = SaveHandle(step, self._delivered), None, None, None
         try:
-            if overlap:
-                ends = ends_in(job.plan, optimizers)
+            self.current = handle
+            begun = self._begin(handle, plan)
+            job = self._prepare(handle, begun) if begun is not None else None
+            if job is not None and overlap:
                 self._stage_behind(job)
-                if gates:
-                    handle._progress.fence(ends[0])
-                for gate, end in zip(gates, ends[1:], strict=True):
-                    gate.arm(handle._progress, end)
-            else:
+                self._arm(job, optimizers, gates)
+            elif job is not None:
                 self._stage_now(job)
         except BaseException as error:
-            self._withdraw(job, error)
+            self._withdraw(handle, job, error)
             raise
         return handle
 
@@ -146,9 +137,8 @@ class Saver:
             if pool is not None:
                 pool.shutdown(wait=True)
         self._writing.close()
-        if self._slab is not None:
-            self._slab.close()
-        self._slab = self.base = self._parents = self._spent = None
+        self._slab.close()
+        self.base = self._parents = self._spent = None
         self._down = True  # last: after a Ctrl-C in here the next call waits for the rest
 
     def _begin(self, handle: SaveHandle, plan: Plan) -> Begun | None:
@@ -160,14 +150,10 @@ class Saver:
             return self._agree(handle.step, plan)
         except Exception as error:
             later = isinstance(error, OSError) if self._team.world == 1 else self._options.on_error == "warn"
-            if later:
-                self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
-                return None
-            handle._finish(None, error)
-            raise
-        except BaseException as error:
-            handle._finish(None, error)
-            raise
+            if not later:
+                raise
+            self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
+            return None
 
     def _agree(self, step: int, plan: Plan) -> Begun:
         try:
@@ -175,69 +161,86 @@ class Saver:
         except BaseException as error:
             self._team.refuse(error)
             raise
-        begun = self._team.begin(step, plan, Parent(base.folder, base.root) if base else None)
-        self.base = base if begun.use_base else None
-        return begun
+        parent = Parent(base.folder, base.root) if base else None
+        self._begun = self._team.begin(step, plan, parent)
+        self.base = base if self._begun.use_base else None
+        return self._begun
 
     def _prepare(self, handle: SaveHandle, begun: Begun) -> SaveJob | None:
         """Slab and open data file of a save; None when the store cannot be written and the handle knows."""
         try:
             if self._pool is not None:
                 self._pool.start()
-            slab = self._ensure_slab(begun.plan)
+            on_device = begun.plan.on_device and torch.cuda.is_available()
+            slab = self._slab.fit(begun.plan.slab_bytes, on_device)
             if self.base is None or self._options.chain:
                 self._renew_parents(begun.plan)
             handle.predicted_stall = self._predict(begun.plan, slab)
             path = os.path.join(self._catalog.steps, begun.folder, data_file_name(begun.rank))
-            sink = self._writing.open(path, slab, begun.plan.slab_bytes)
+            self._sink = self._writing.open(path, slab, begun.plan.slab_bytes)
         except OSError as error:
             named = translate(error, self._catalog, begun.plan.raw_bytes)
-            self._abandon(begun, named, lambda: self._fail(handle, begun.folder, begun.plan, named))
+            self._abandon(handle, begun, named, lambda: self._fail(handle, begun.folder, begun.plan, named))
             return None
-        except BaseException as error:
-            raised = error
-            self._abandon(begun, raised, lambda: handle._finish(None, raised))
-            raise
         return SaveJob(
             begun=begun,
             team=self._team,
             handle=handle,
-            sink=sink,
+            sink=self._sink,
             writing=self._writing,
             base=self.base,
             keeping=self._parents if self.base is None or self._options.chain else None,
             compress=self._options.compress,
             slab=slab,
-            slab_note=self._slab_note,
+            slab_note=self._slab.note,
         )
 
-    def _abandon(self, begun: Begun, error: BaseException, end: Callable[[], None]) -> None:
-        """End a save before its first byte. Other ranks hear of it when they have written: not in the caller's time."""
+    def _abandon(
+        self, handle: SaveHandle, begun: Begun | None, error: BaseException, end: Callable[[], None]
+    ) -> None:
+        """End a save, unless another thread has begun to.
+
+        In a group the writer thread does: others hear of it when they have written, which is not the caller's time.
+        """
 
         def fail() -> None:
+            if not handle._claim():
+                return
             try:
-                self._team.fail(begun, error)
+                if begun is not None:
+                    self._team.fail(begun, error)
             finally:
                 end()
 
-        ended = self._writer.submit(fail)
-        if self._team.world == 1:
-            ended.result()
+        if self._team.world > 1:
+            with contextlib.suppress(RuntimeError):  # no thread to be had, or an interpreter that exits
+                self._writer.submit(fail)
+                return
+        fail()
 
-    def _withdraw(self, job: SaveJob, error: BaseException) -> None:
+    def _withdraw(self, handle: SaveHandle, job: SaveJob | None, error: BaseException) -> None:
         """End a save that the caller could not hand over: Ctrl-C, no thread to be had, an interpreter that exits."""
-        step = job.handle.step
-        job.incoming.put(CkptError(f"step {step} was interrupted before it was all copied: {error!r}"))
-        if not job.taken:  # nobody will see that: the writer thread never got the job
-            with contextlib.suppress(OSError):
-                job.sink.close()
-            self._team.fail(job.begun, error)
-            job.handle._finish(None, error)
+        cut = CkptError(f"step {handle.step} was interrupted before it was all copied: {error!r}")
+        sink = self._sink
+
+        def end() -> None:
+            if sink is not None:
+                with contextlib.suppress(OSError):
+                    sink.close()
+            if job is not None:
+                job.slab.abort()
+            if job is None or isinstance(error, Exception):
+                handle._finish(None, error)
+            else:  # as from the writer thread: a loop that survives Ctrl-C hears of it at the next call
+                self._fail(handle, job.folder, job.plan, cut)
+
+        if job is not None:  # if the writer thread has it, this is what ends it
+            job.incoming.put(cut)
+        self._abandon(handle, self._begun, error, end)
 
     def _hand_over(self, job: SaveJob) -> None:
         """Give the job to the writer thread; RuntimeError where there is none."""
         self._writer.submit(self._run, job)
-        job.taken = True
 
     def _renew_parents(self, plan: Plan) -> None:
         """Memory for the bytes that this save leaves to the next one. In a chain those of the step before are in use,
@@ -257,35 +260,6 @@ class Saver:
             )  # fmt: skip
         return stall
 
-    def _ensure_slab(self, plan: Plan) -> Slab:
-        """The slab, empty; made at the first save and again only when the state has outgrown it."""
-        if self._early_slab is not None:
-            self._early_slab.exception()  # an allocation that failed is tried again, and raised, here
-            self._early_slab = None
-        self._fit_slab(plan.slab_bytes, plan.on_device and torch.cuda.is_available())
-        assert self._slab is not None
-        self._slab.reset()
-        return self._slab
-
-    def _fit_early(self, state_bytes: int, device: int | None) -> None:
-        with torch.cuda.device(device) if device is not None else contextlib.nullcontext():
-            self._fit_slab(state_bytes, device is not None)
-
-    def _fit_slab(self, state_bytes: int, pinned: bool) -> None:
-        held = self._slab.size if self._slab is not None else 0
-        free = available_memory()
-        asked = self._options.slab_bytes
-        size, note = choose_slab(state_bytes, asked, None if free is None else free + held)
-        if self._slab is None or size > held:
-            if self._slab is not None:
-                self._slab.close()
-            self._slab = None  # the old one goes first, so that both are never held
-            self._slab = Slab(size, pinned)
-            self._slab_note = note
-            _log.info("%s: staging slab: %s", self._catalog.path, note)
-        elif pinned and not self._slab.memory.pinned:
-            self._slab.memory.lock()
-
     def _usable_base(self) -> Base | None:
         """The base for the next save, or None when it must be full."""
         if self.base is not None:
@@ -293,6 +267,15 @@ class Saver:
             if gone or self._deltas >= self._options.full_every:
                 self.base = None
         return self.base
+
+    def _arm(self, job: SaveJob, optimizers: Sequence[torch.optim.Optimizer], gates: Sequence[Gate]) -> None:
+        """Wait for what no optimizer owns to be copied; each optimizer will wait for what it is to change."""
+        if not gates:
+            return
+        ends = ends_in(job.plan, optimizers)
+        job.handle._progress.fence(ends[0])
+        for gate, end in zip(gates, ends[1:], strict=True):
+            gate.arm(job.handle._progress, end)
 
     def _stage_now(self, job: SaveJob) -> None:
         """Copy while the caller stands still."""
@@ -353,6 +336,8 @@ class Saver:
 
     def _run(self, job: SaveJob) -> None:
         """Writer thread: finish one save and end its handle, whatever happens."""
+        if not job.handle._claim():
+            return  # withdrawn while it was handed over
         try:
             report = self._save(job)
         except BaseException as error:

@@ -51,7 +51,6 @@ class SaveJob:
     compress: str
     slab: Slab
     slab_note: str
-    taken: bool = False  # by the writer thread
     incoming: queue.SimpleQueue[Staged | BaseException | None] = field(default_factory=queue.SimpleQueue)
 
     @property
@@ -77,10 +76,9 @@ class Committed:
 
 def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
     """Write, fsync, commit. On any error the folder is removed; a full disk is raised as DiskFullError."""
-    writer = _new_writer(job, catalog, pool)
     needed = align(job.plan.raw_bytes)
     try:
-        file = _write_file(job, writer)
+        writer, file = _write_file(job, catalog, pool)
     except BaseException as error:
         job.slab.abort()
         named = translate(error, catalog, needed)
@@ -102,15 +100,16 @@ def run(job: SaveJob, catalog: Catalog, pool: Executor | None) -> Committed:
     return Committed(_report(job, writer, file, outcome, why), base, damaged)
 
 
-def _write_file(job: SaveJob, writer: DataFileWriter) -> DataFile:
-    """The data file, durable."""
+def _write_file(job: SaveJob, catalog: Catalog, pool: Executor | None) -> tuple[DataFileWriter, DataFile]:
+    """The data file, durable, and what has written it. The sink is closed, whatever happens."""
     try:
+        writer = _new_writer(job, catalog, pool)
         _write_data(job, writer)
         file = writer.finish()
         job.sink.flush()
         job.handle._mark("written")
         job.sink.sync()
-        return file
+        return writer, file
     finally:
         try:
             job.sink.close()

@@ -115,11 +115,15 @@ class Writing:
             raise
         return Sink(self._files, fds, engine, note, self._throttle)
 
+    def let_go(self) -> None:
+        """Keep nothing of a slab that is about to be freed; only between saves."""
+        if self._ring is not None:
+            self._ring.close()
+
     def close(self) -> None:
         """End the threads and the ring; after the last save."""
         self._pool.shutdown(wait=True)
-        if self._ring is not None:
-            self._ring.close()
+        self.let_go()
 
     def _engine(self, path: str, slab: Slab, state_bytes: int, fds: list[int]) -> tuple[Engine | None, str]:
         limit = f", at most {self._options.rate_limit} bytes/s" if self._options.rate_limit else ""
