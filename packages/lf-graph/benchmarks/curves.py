@@ -4,9 +4,10 @@
     python curves.py --tiny --steps 5 --seeds 2               # on a CPU
 
 Every row trains from the same weights on the same cycle of batches, fed into fixed addresses, with dropout from the
-same seed. The eager row runs twice: the distance of its two curves is its own spread (atomic additions in some
-backward kernels), and the other rows must stay within it; where nothing is atomic, all curves must be equal in every
-bit.
+same seed. Eager's own spread is the largest distance between its curve and those of eager rows that compute the same
+in another order: once more (some backward kernels add atomically), and with torch's other AdamW (foreach), which rounds
+elsewhere. The other rows must stay within it. Where nothing is atomic and the arithmetic is the same, curves must be
+equal in every bit: the captured stock row.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from workloads import (
 
 VERSION = 1
 CYCLE = 8  # batches, seen again and again: losses fall because they are learned by heart
-REFERENCE, AGAIN = "eager", "eager again"
+REFERENCE, AGAIN, FOREACH = "eager", "eager again", "eager, foreach AdamW"
 
 
 @dataclass(frozen=True)
@@ -110,7 +111,8 @@ def curve_rows(workload: Workload, modules: Iterable[str], match: str) -> list[R
     The reference has the arithmetic of the accelerated rows: fused optimizer, bfloat16 frozen weights, grouped experts.
     """
     reference = replace(stock.EAGER_FUSED, name=REFERENCE, accelerated=True)
-    variants = [reference, replace(reference, name=AGAIN), stock.GRAPH]
+    foreach = replace(reference, name=FOREACH, fused=False)
+    variants = [reference, replace(reference, name=AGAIN), foreach, stock.GRAPH]
     found = [stock.row_of(workload, workload.batches[0], v) for v in variants]
     others = [r for name in modules if name != "stock" for r in rows_from(name, workload)]
     return found + [r for r in others if match in r.name]
@@ -151,12 +153,14 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def verdict(curves: Sequence[Curve], reference: dict[int, Curve], again: dict[int, Curve]) -> Verdict:
-    """Compare one row's curves with eager's of the same seeds."""
+def verdict(curves: Sequence[Curve], reference: dict[int, Curve], others: Iterable[Curve]) -> Verdict:
+    """Compare one row's curves with eager's of the same seeds; ``others`` are eager's too, in another order."""
     good = [c for c in curves if not c.error and not reference[c.seed].error]
     one = curves[0]
     error = next((c.error or reference[c.seed].error for c in curves if c not in good), "")
-    spread = [report.distance([*again[c.seed].losses], [*reference[c.seed].losses]) for c in good]
+    seeds = {c.seed for c in good}
+    same = [c for c in others if c.seed in seeds and not c.error]
+    spread = [report.distance([*c.losses], [*reference[c.seed].losses]) for c in same]
     away = [report.distance([*c.losses], [*reference[c.seed].losses]) for c in good]
     return Verdict(
         one.workload,
@@ -179,10 +183,11 @@ def verdicts(curves: Iterable[Curve]) -> list[Verdict]:
         groups.setdefault((c.workload, c.row, c.source), []).append(c)
     found = []
     for (workload, row, _), group in groups.items():
-        reference, again = groups.get((workload, REFERENCE, "stock")), groups.get((workload, AGAIN, "stock"))
-        if row == REFERENCE or reference is None or again is None:
+        reference = groups.get((workload, REFERENCE, "stock"))
+        others = [c for name in (AGAIN, FOREACH) for c in groups.get((workload, name, "stock"), [])]
+        if row == REFERENCE or reference is None or not others:
             continue
-        found.append(verdict(group, {c.seed: c for c in reference}, {c.seed: c for c in again}))
+        found.append(verdict(group, {c.seed: c for c in reference}, others))
     return found
 
 

@@ -25,6 +25,10 @@ def marks(name: str = "") -> tuple[str, str]:
 
 BEGIN, END = marks()
 
+EAGER_ROWS = ("eager", "eager fused", "grouped eager")
+"""Rows that nothing compiles or captures; what all others must compute. The loop over experts comes before its
+grouped form."""
+
 COLUMNS: tuple[str, ...] = (
     "row",
     "by",
@@ -68,18 +72,19 @@ def distance(losses: list[float], reference: list[float]) -> float:
 
 
 def with_parity(results: list[Result]) -> list[Result]:
-    """Each result with ``parity``: its distance from the eager row of its group, or None without one.
+    """Each result with ``parity``: its distance from an eager row of its group, or None without one.
 
-    The eager row itself carries its distance from the same row with another dropout seed.
+    That is the first measured of EAGER_ROWS; the plain one carries its distance from itself with another dropout seed.
     """
     done = []
     for group in groups(results).values():
-        eager = next((r for r in measured(group) if r["row"] == "eager" and r["source"] == "stock"), None)
+        stock = {r["row"]: r for r in measured(group) if r["source"] == "stock"}
+        eager = next((stock[name] for name in EAGER_ROWS if name in stock), None)
         for r in group:
             if r["status"] != "ok" or eager is None:
                 done.append(r | {"parity": None})
                 continue
-            mine = r["losses_reseeded"] if r is eager else r["losses"]
+            mine = r.get("losses_reseeded", r["losses"]) if r is eager else r["losses"]
             done.append(r | {"parity": distance(mine, eager["losses"])})
     return done
 
@@ -171,6 +176,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     p = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     p.add_argument("json", nargs="+", type=Path)
     p.add_argument("--source", default="", help="only rows of this source: stock or ours")
+    p.add_argument("--leave-out", default="", help="no row whose name contains this")
     p.add_argument("--into", type=Path, help="a Markdown file with marker lines")
     p.add_argument("--mark", default="", help="name in its marker lines, such as hf in 'results hf: begin'")
     p.add_argument("--check", action="store_true", help="change nothing; fail if --into is out of date")
@@ -182,6 +188,8 @@ def main(argv: list[str] | None = None) -> None:
     args = arguments(argv)
     machines, results = load(args.json)
     chosen = [r for r in results if args.source in ("", r["source"])]
+    if args.leave_out:
+        chosen = [r for r in chosen if args.leave_out not in r["row"]]
     body = "\n".join(machines) + "\n\n" + tables(chosen)
     if not args.into:
         print(body)

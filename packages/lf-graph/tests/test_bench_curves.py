@@ -97,6 +97,20 @@ def test_a_verdict_compares_with_the_spread_of_eager_itself(bench: Any) -> None:
     assert found["graph"].bit_equal == 0
 
 
+def test_eagers_spread_is_that_of_its_farthest_relative(bench: Any) -> None:
+    curves = [
+        curve(bench, "eager", 0, 2.0, 1.0),
+        curve(bench, "eager again", 0, 2.0, 1.0),
+        curve(bench, "eager, foreach AdamW", 0, 2.0, 1.02),
+        curve(bench, "graph", 0, 2.0, 0.99),
+    ]
+
+    found = {v.row: v for v in bench.curves.verdicts(curves)}
+
+    assert found["graph"].within
+    assert found["graph"].eager_spread == pytest.approx(0.02)
+
+
 def test_bit_equality_is_counted_by_seed(bench: Any) -> None:
     curves = [curve(bench, row, seed, 2.0, 1.0) for row in ("eager", "eager again") for seed in (0, 1)]
     curves += [curve(bench, "graph", 0, 2.0, 1.0), curve(bench, "graph", 1, 2.0, 1.0000001)]

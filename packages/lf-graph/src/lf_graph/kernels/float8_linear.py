@@ -66,18 +66,15 @@ def float8_linear(
     of = _parts(implementation, x)
     with no_autocast(x.device):
         # Triton 3.6 mixes up the rows of an fp32 tile that it rounds to 8 bits and turns.
-        out: Tensor = _linear(x.reshape(-1, x.shape[-1]), weight.to(torch.bfloat16), scaling, of)
+        out: Tensor = _Float8Linear.apply(  # type: ignore[no-untyped-call]
+            x.reshape(-1, x.shape[-1]), weight.to(torch.bfloat16), scaling, of
+        )
     out = out.view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(out.dtype)
 
 
-def _linear(x: Tensor, weight: Tensor, scaling: Scaling, of: Float8Parts) -> Tensor:
-    out: Tensor = _Float8Linear.apply(x, weight, scaling, of)  # type: ignore[no-untyped-call]
-    return out
-
-
-# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11, all results were zero.
-_linear._torchdynamo_disable = True  # type: ignore[attr-defined]
+# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11 on an H200, results were zero.
+float8_linear._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _in_bfloat16(x: Tensor) -> Tensor:
