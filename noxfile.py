@@ -35,6 +35,8 @@ GPU_WHEELS = [
     "annotated-types",
 ]
 GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
+# Byte code is left to the first import: of 15,000 files, which take 75 s of CPU to compile, few are ever imported.
+INSTALL = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 # Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
@@ -93,7 +95,7 @@ def _environment(session: nox.Session, name: str, packages: list[str], tools: li
         return python
     shutil.rmtree(folder, ignore_errors=True)
     session.run(sys.executable, "-m", "venv", str(folder), external=True)
-    pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+    pip = [python, *INSTALL]
     editable = [a for p in packages for a in ("-e", f"packages/{p}{_extras(p)}")]
     session.run(*pip, "-c", "constraints.txt", *tools, *editable, external=True)
     stamp.write_text(wanted)
@@ -123,9 +125,8 @@ def _peers_python(session: nox.Session, package: str) -> dict[str, str]:
     if not stamp.exists():
         shutil.rmtree(folder, ignore_errors=True)
         session.run(sys.executable, "-m", "venv", str(folder), external=True)
-        pip = [python, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
         try:
-            session.run(*pip, "-r", str(requirements), external=True)
+            session.run(python, *INSTALL, "-r", str(requirements), external=True)
         except nox.command.CommandFailed:
             session.warn(f"{requirements} could not be installed: rows of these libraries are SKIPPED")
             return {}
