@@ -73,7 +73,7 @@ def float8_linear(
     return out if bias is None else out + bias.to(out.dtype)
 
 
-# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11 on an H200, results were zero.
+# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11 on a GPU, results were zero.
 float8_linear._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
