@@ -52,15 +52,19 @@ UNCOMPILED = ("--match", "not compiled")  # the kernels of eager PyTorch, launch
 CALLS: dict[str, tuple[Command, ...]] = {
     "vla": (step("vla", "vla", 450),),
     "n16": (step("n16", "n16", 260, "ours,stock", "--match", "n16|16"),),
-    "experts": (step("moe", "moe", 480, "ours,fused,stock"),),
+    "experts": (step("moe", "moe", 420, "ours,fused,stock"),),
+    "rest": (
+        Command("curves.py", (*UNCOMPILED, "--budget-s", "170"), "curves", 180),
+        Command("sweep.py", (*UNCOMPILED, "--budget-s", "130"), "sweep", 140),
+        step("vla", "vla4_plain", 80, "stock", "--match", "vla|4|eager", "--processes", "3"),
+        step("n16", "n16_4", 180, "ours,stock", "--match", "n16|4"),
+    ),
     "language": (
         step("lm", "lm512", 150, "ours,stock", "--match", "lm-512"),
         step("lm", "lm2048", 250, "ours,fused,stock", "--match", "lm-2048"),
     ),
     "small": (
-        Command("curves.py", (*UNCOMPILED, "--budget-s", "110"), "curves", 120),
-        Command("sweep.py", (*UNCOMPILED, "--budget-s", "90"), "sweep", 100),
-        Command("bench_hf.py", ("--batches", "1", "--budget-s", "130"), "hf", 140),
+        Command("bench_hf.py", ("--batches", "1", "--budget-s", "190"), "hf", 200),
         Command("bench_adamw.py", (), "adamw", 70),
         Command("bench_pieces.py", (), "pieces", 40),
     ),
