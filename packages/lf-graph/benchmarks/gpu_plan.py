@@ -56,12 +56,12 @@ CALLS: dict[str, tuple[Command, ...]] = {
     "rest": (
         Command("curves.py", (*UNCOMPILED, "--budget-s", "170"), "curves", 180),
         Command("sweep.py", (*UNCOMPILED, "--budget-s", "130"), "sweep", 140),
-        step("vla", "vla4_plain", 80, "stock", "--match", "vla|4|eager", "--processes", "3"),
         step("n16", "n16_4", 180, "ours,stock", "--match", "n16|4"),
     ),
+    "plain": (step("vla", "vla4_plain", 250, "stock", "--match", "vla|4|eager", "--processes", "3"),),
     "language": (
         step("lm", "lm512", 150, "ours,stock", "--match", "lm-512"),
-        step("lm", "lm2048", 250, "ours,fused,stock", "--match", "lm-2048"),
+        step("lm", "lm2048", 360, "ours,fused,stock", "--match", "lm-2048"),
     ),
     "small": (
         Command("bench_hf.py", ("--batches", "1", "--budget-s", "190"), "hf", 200),
