@@ -43,6 +43,12 @@ def test_resolved_config_reads_back_equal(tmp_path: Path) -> None:
     ("override", "key", "says"),
     [
         ("optim.lrr=1", "optim.lrr", "nearest is optim.lr"),
+        ("ckpt.keep=0", "ckpt.keep", "greater than 0"),
+        ("ckpt.keep=true", "ckpt.keep", "greater than 0"),
+        ("ckpt.keep=[]", "ckpt.keep", "list of rules"),
+        ("ckpt.keep=[{lats: 3}]", "ckpt.keep", "no rule 'lats'"),
+        ("ckpt.keep=[{last: 0}]", "ckpt.keep", "0"),
+        ("ckpt.keep=[{any: [{last: 1}, {best: {metric: loss}}]}]", "ckpt.keep", "saves no metrics"),
         ("optimm.lr=1", "optimm.lr", "nearest is optim.lr"),
         ("modle.size=tiny", "modle.size", "nearest is model.size"),
         ("optim.lr=fast", "optim.lr", "fast"),
@@ -100,3 +106,11 @@ def test_yaml_tags_cannot_run_code(tmp_path: Path) -> None:
     file.write_text("run: !!python/object/apply:os.system ['touch pwned']\n")
     with pytest.raises(ConfigError):
         load_config(str(file))
+
+
+def test_retention_may_be_rules_as_data() -> None:
+    config = load_config(None, ["ckpt.keep=[{last: 3}, {every: 1000}]"])
+    assert config.ckpt.keep == [{"last": 3}, {"every": 1000}]
+    assert Config.model_validate(config.to_dict()) == config
+    with pytest.raises(ConfigError, match="backend=lf"):
+        load_config(None, ["ckpt.keep=[{last: 3}]", "ckpt.backend=torch"])

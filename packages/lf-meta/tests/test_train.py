@@ -11,7 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
+import lf_ckpt
 import lf_format as lff
 
 
@@ -101,6 +103,42 @@ def test_own_text_is_packed_trained_on_and_generated_from(cli: Any) -> None:
     assert cli.run("infer", "runs/mine", "--tokens", "5").startswith("The ")
 
 
+def test_a_checkpoint_in_one_file_is_taken_in_place_of_a_step(cli: Any) -> None:
+    cli.train("mine", "run.steps=6", "ckpt.every=2", "ckpt.full_every=0", KEEP, "data.eval_fraction=0.2")
+    store = lf_ckpt.open(cli.folder / "runs/mine/ckpt", read_only=True)
+    assert store.steps() == (4, 6)  # the newest stays whatever the rules say
+    lf_ckpt.export_file(store, 4, cli.folder / "four.lfckpt")
+    store.close()
+
+    for command in (["digest"], ["eval"], ["infer", "--tokens", "9"]):
+        from_file = cli.run(command[0], "runs/mine", *command[1:], "--file", "four.lfckpt")
+        assert from_file == cli.run(command[0], "runs/mine", *command[1:], "--step", "4")
+    shutil.rmtree(cli.folder / "runs/mine/ckpt")
+    assert "step 4" in cli.run("digest", "runs/mine", "--file", "four.lfckpt")
+
+
+def test_a_file_that_holds_no_checkpoint_of_this_run_is_an_error_that_says_so(cli: Any) -> None:
+    cli.train("small", "run.steps=2")
+    cli.train("wide", "run.steps=2", "model.args.hidden=64")
+    with lf_ckpt.open(cli.folder / "other") as store:
+        store.save(1, {"x": torch.ones(3)}).wait()
+        lf_ckpt.export_file(store, 1, cli.folder / "other.lfckpt")
+    with lf_ckpt.open(cli.folder / "runs/wide/ckpt", read_only=True) as store:
+        lf_ckpt.export_file(store, 2, cli.folder / "wide.lfckpt")
+    data = bytearray((cli.folder / "wide.lfckpt").read_bytes())
+    data[5000] ^= 1
+    (cli.folder / "bad.lfckpt").write_bytes(data)
+
+    for file, says in (
+        ("other.lfckpt", "no checkpoint of a run"),
+        ("wide.lfckpt", "does not fit the model"),
+        ("bad.lfckpt", "hash"),
+        ("absent.lfckpt", "cannot be read"),
+    ):
+        assert says in cli.run("infer", "runs/small", "--file", file, code=1), file
+
+
+KEEP = "ckpt.keep=[{every: 4}]"
 TWINS = ["loader.backend=torch", "ckpt.backend=torch", "loader.engine=pread", "loader.engine=python"]
 TWIN_STEPS = ["run.steps=12", "ckpt.every=4", "metrics.sample_ids=true"]
 

@@ -11,7 +11,7 @@ import hashlib
 import json
 import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -64,6 +64,12 @@ def _as_checkpoint_error() -> Iterator[None]:
         raise CheckpointError(f"checkpoint: {e}") from e
 
 
+def _rules(section: CkptSection) -> Sequence[lf_ckpt.retention.Rule]:
+    if isinstance(section.keep, int):
+        return [lf_ckpt.Last(section.keep)]
+    return lf_ckpt.keep_from_json(section.keep)
+
+
 class LfCheckpointer:
     """lf-ckpt: asynchronous, checked, incremental."""
 
@@ -71,7 +77,7 @@ class LfCheckpointer:
         with _as_checkpoint_error():
             self._store = lf_ckpt.open(
                 path,
-                keep=[lf_ckpt.Last(section.keep)],
+                keep=_rules(section),
                 on_error=section.on_error,
                 full_every=section.full_every,
                 compress=section.compress,
@@ -140,6 +146,7 @@ class TorchCheckpointer:
                 raise CheckpointError(f"checkpoint of step {step}: {e}") from e
             log.warning("checkpoint of step %d failed: %s; training goes on", step, e)
             return
+        assert isinstance(self._section.keep, int)  # the configuration refuses rules here
         for old in self.steps()[: -self._section.keep]:
             self._file(old).unlink()
 
@@ -170,6 +177,19 @@ def open_checkpointer(run: Path, section: CkptSection, read_only: bool = False) 
     path = Path(section.dir) if section.dir else run / "ckpt"
     kind = LfCheckpointer if section.backend == "lf" else TorchCheckpointer
     return kind(path, section, read_only)
+
+
+def load_bundle(path: Path) -> Restored:
+    """The checkpoint in one file that ``lf-ckpt export --lfckpt`` has written from a run's store, every byte verified.
+
+    Raises:
+        CheckpointError: unreadable, damaged, or not of a run.
+    """
+    with _as_checkpoint_error():
+        loaded = lf_ckpt.load_file(path)
+    if not isinstance(loaded.items.get("train"), dict):
+        raise CheckpointError(f"{path}: holds no checkpoint of a run, only {len(loaded.tensors)} tensors")
+    return Restored(loaded.step, loaded.tensors, dict(loaded.items))
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Items]:

@@ -12,6 +12,7 @@ import os
 import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import lf_meta
@@ -82,6 +83,21 @@ def _add_memory(p: argparse.ArgumentParser) -> None:
     )
 
 
+def _add_checkpoint(p: argparse.ArgumentParser) -> None:
+    which = p.add_mutually_exclusive_group()
+    which.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    which.add_argument(
+        "--file",
+        type=Path,
+        help="take the checkpoint in this file instead (lf-ckpt export RUN/ckpt --lfckpt)",
+    )
+
+
+def _chosen(args: argparse.Namespace) -> int | Path | None:
+    chosen: int | Path | None = args.step if args.file is None else args.file
+    return chosen
+
+
 def _add_overrides(p: argparse.ArgumentParser) -> None:
     p.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="settings, e.g. optim.lr=1e-3")
 
@@ -108,7 +124,7 @@ def _add_resume(commands: Commands) -> None:
 def _add_eval(commands: Commands) -> None:
     p = commands.add_parser("eval", help="loss of a run's newest checkpoint on its eval split")
     p.add_argument("run", help="folder of the run")
-    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    _add_checkpoint(p)
     _add_overrides(p)
     p.set_defaults(handler=_eval)
 
@@ -121,7 +137,7 @@ def _add_infer(commands: Commands) -> None:
     p.add_argument("--temperature", type=_temperature, default=0.8, help="0 takes the most likely token")
     p.add_argument("--top-k", type=_seed, default=40, help="draw from the k most likely tokens; 0: all")
     p.add_argument("--seed", type=_seed, default=0)
-    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    _add_checkpoint(p)
     p.set_defaults(handler=_infer)
 
 
@@ -130,7 +146,7 @@ def _add_digest(commands: Commands) -> None:
         "digest", help="sha256 over a checkpoint's weights, optimizer, generators and position"
     )
     p.add_argument("run", help="folder of the run")
-    p.add_argument("--step", type=int, help="checkpoint to take (default: newest good)")
+    _add_checkpoint(p)
     p.set_defaults(handler=_digest)
 
 
@@ -191,7 +207,7 @@ def _ended(signum: int) -> int:
 def _eval(args: argparse.Namespace) -> int:
     from lf_meta.jobs import evaluate_run
 
-    print(evaluate_run(args.run, args.step, args.overrides))
+    print(evaluate_run(args.run, _chosen(args), args.overrides))
     return 0
 
 
@@ -200,14 +216,14 @@ def _infer(args: argparse.Namespace) -> int:
     from lf_meta.jobs import generate_text
 
     sampling = Sampling(args.tokens, args.temperature, args.top_k, args.seed)
-    print(args.prompt + generate_text(args.run, args.prompt, sampling, args.step))
+    print(args.prompt + generate_text(args.run, args.prompt, sampling, _chosen(args)))
     return 0
 
 
 def _digest(args: argparse.Namespace) -> int:
     from lf_meta.jobs import run_digest
 
-    step, value = run_digest(args.run, args.step)
+    step, value = run_digest(args.run, _chosen(args))
     print(f"{value}  step {step}")
     return 0
 

@@ -9,7 +9,16 @@ from __future__ import annotations
 import os
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationInfo, field_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    ValidationInfo,
+    WithJsonSchema,
+    field_validator,
+    model_validator,
+)
 
 from lf_meta.config_load import build, origins_of
 
@@ -125,12 +134,53 @@ class LoaderSection(Section):
     prefetch: PositiveInt = Field(4, description="batches read ahead")
 
 
+def _retention(value: Any) -> int | list[dict[str, Any]]:
+    """A number of newest checkpoints, or rules of lf-ckpt as data."""
+    if isinstance(value, int) and not isinstance(value, bool) and value > 0:
+        return value
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            "a whole number greater than 0, or a list of rules such as [{last: 3}, {every: 1000}]"
+        )
+    import lf_ckpt  # with torch, which most configurations are read without
+
+    try:
+        lf_ckpt.keep_from_json(value)
+    except lf_ckpt.PolicyError as e:
+        raise ValueError(str(e)) from None
+    if _names_rule(value, "best"):
+        raise ValueError(
+            "best: the trainer saves no metrics with a checkpoint, so none can be the best by one"
+        )
+    return value
+
+
+def _names_rule(rules: list[dict[str, Any]], name: str) -> bool:
+    """Whether a list of valid rules, or one inside it, holds a rule of that name."""
+    return any(
+        key == name or (key in ("any", "all") and _names_rule(value, name))
+        for rule in rules
+        for key, value in rule.items()
+    )
+
+
+_KEEP_SCHEMA = {
+    "anyOf": [
+        {"type": "integer", "exclusiveMinimum": 0},
+        {"type": "array", "minItems": 1, "items": {"type": "object"}},
+    ]
+}
+Retention = Annotated[int | list[dict[str, Any]], PlainValidator(_retention), WithJsonSchema(_KEEP_SCHEMA)]
+
+
 class CkptSection(Section):
     """When, where and how state is saved."""
 
     backend: Literal["lf", "torch"] = Field("lf", description="lf-ckpt, or torch.save")
     every: NonNegativeInt = Field(20, description="steps between saves; 0: only at the end and on a signal")
-    keep: PositiveInt = Field(3, description="newest checkpoints kept")
+    keep: Retention = Field(
+        3, description="newest checkpoints kept; lf: or rules, e.g. [{last: 3}, {every: 1000}]"
+    )
     full_every: NonNegativeInt = Field(8, description="lf: deltas before a new full save")
     compress: Literal["auto", "raw", "zstd"] = Field(
         "auto", description="lf: auto compresses what gets smaller"
@@ -139,6 +189,12 @@ class CkptSection(Section):
     on_error: Literal["raise", "warn"] = Field(
         "raise", description="stop, or log and go on, when a save fails"
     )
+
+    @model_validator(mode="after")
+    def _rules_are_lf_ckpts(self) -> CkptSection:
+        if self.backend == "torch" and not isinstance(self.keep, int):
+            raise ValueError("keep: rules belong to backend=lf; torch keeps a number of newest checkpoints")
+        return self
 
 
 class EvalSection(Section):

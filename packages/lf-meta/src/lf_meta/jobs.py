@@ -6,15 +6,16 @@ import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 
 from lf_meta import data, rundir
-from lf_meta.checkpoint import Restored, digest, open_checkpointer
+from lf_meta.checkpoint import Restored, digest, load_bundle, open_checkpointer
 from lf_meta.config import Config
 from lf_meta.config_load import flatten
 from lf_meta.dist import World, choose_precision
-from lf_meta.errors import ConfigError, DataError, RunError
+from lf_meta.errors import CheckpointError, ConfigError, DataError, RunError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import describe
 from lf_meta.infer import Sampling, generate
@@ -26,6 +27,8 @@ from lf_meta.session import Session, autocast_for, make_model, open_session
 from lf_meta.signals import StopSignal
 
 SAMPLE_PROMPT = "The "
+Chosen: TypeAlias = int | Path | None
+"""Which checkpoint of a run: a step, the newest good one (None), or a file that was exported from the run's store."""
 
 
 def start_run(config: Config, signal: StopSignal) -> int:
@@ -118,21 +121,28 @@ def _finish(s: Session, outcome: Outcome) -> None:
     print(f'next: loongforge infer {root} --prompt "Python "')
 
 
-def _restored(run: RunDir, config: Config, step: int | None) -> Restored:
+def _restored(run: RunDir, config: Config, chosen: Chosen) -> Restored:
+    if isinstance(chosen, Path):
+        return load_bundle(chosen)
     store = open_checkpointer(run.root, config.ckpt, read_only=True)
     try:
-        return store.load(step)
+        return store.load(chosen)
     finally:
         store.close()
 
 
 def _load_model(
-    run: RunDir, config: Config, world: World, step: int | None
+    run: RunDir, config: Config, world: World, chosen: Chosen
 ) -> tuple[torch.nn.Module, Restored]:
-    restored = _restored(run, config, step)
+    restored = _restored(run, config, chosen)
     weights = {n.removeprefix("model."): t for n, t in restored.tensors.items() if n.startswith("model.")}
     model = make_model(config, restored.items["train"]["vocab_size"], world.device)
-    model.load_state_dict(weights)
+    try:
+        model.load_state_dict(weights)
+    except RuntimeError as e:
+        raise CheckpointError(
+            f"checkpoint of step {restored.step} does not fit the model of {run.root}: {e}"
+        ) from e
     return model.eval(), restored
 
 
@@ -146,7 +156,7 @@ def _check_same_data(paths: data.DataPaths, restored: Restored) -> None:
         )
 
 
-def evaluate_run(path: str | Path, step: int | None, overrides: Sequence[str] = ()) -> str:
+def evaluate_run(path: str | Path, step: Chosen, overrides: Sequence[str] = ()) -> str:
     """Evaluate a checkpoint on the whole eval split; returns one line to print."""
     run = rundir.find(path)
     config = rundir.read_config(run, list(overrides))
@@ -167,7 +177,7 @@ def evaluate_run(path: str | Path, step: int | None, overrides: Sequence[str] = 
     )
 
 
-def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: int | None = None) -> str:
+def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: Chosen = None) -> str:
     """Continue ``prompt`` with a checkpoint's model; returns the new text only."""
     run = rundir.find(path)
     config = rundir.read_config(run)
@@ -189,7 +199,7 @@ def _continue(
         return tokenizer.decode(generate(model, ids, sampling, config.data.max_len))
 
 
-def run_digest(path: str | Path, step: int | None) -> tuple[int, str]:
+def run_digest(path: str | Path, step: Chosen) -> tuple[int, str]:
     """(step, sha256) of a checkpoint."""
     run = rundir.find(path)
     restored = _restored(run, rundir.read_config(run), step)
