@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import ckpt_dcp_jobs as jobs
@@ -159,3 +160,27 @@ def test_an_id_without_a_step_is_refused(name: str) -> None:
     assert not LfStorageReader.validate_checkpoint_id(name)
     with pytest.raises(lf_ckpt.CkptError, match="end it with one"):
         step_of(name)
+
+
+class NoWay(lf_ckpt.FileLayer):
+    """A place for copies that takes no data file."""
+
+    def create(self, path: str) -> int:
+        if path.endswith(".lfckpt"):
+            raise OSError(errno.ECONNRESET, "connection reset", path)
+        return super().create(path)
+
+
+def test_an_upload_that_failed_is_raised_by_the_next_save(tmp_path: Path) -> None:
+    upload = lf_ckpt.Upload(tmp_path / "copy", files=NoWay(), attempts=1, pause=0.0)
+    writer = LfStorageWriter(tmp_path / "store", upload=upload)
+
+    def save(times: int) -> None:
+        for _ in range(times):
+            dcp.save({"x": torch.ones(3)}, storage_writer=writer, planner=LfSavePlanner())
+
+    save(1)
+    with pytest.raises(BaseException, match="UploadError.*connection reset"):  # noqa: RUF043
+        save(1000)  # the thread tries behind them
+    with pytest.raises(lf_ckpt.UploadError):
+        writer.close()

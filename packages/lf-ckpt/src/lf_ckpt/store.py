@@ -122,13 +122,7 @@ class Store:
                 self._writable().refuse(error)
             raise
 
-        def plan() -> Plan:
-            self._raise_upload_error()
-            made = make_plan(tensors, items or {}, metrics, name)
-            return replace(made, profile=PUBLISH) if self.options.chain else made
-
-        with self._turn:
-            return self._writable().start(step, plan, overlap, optimizers)
+        return self._start(step, lambda: make_plan(tensors, items or {}, metrics, name), overlap, optimizers)
 
     def load(
         self,
@@ -291,6 +285,23 @@ class Store:
             self.close()
         except Exception as late:
             _log.error("%s: also failed while closing: %s", self.path, late)
+
+    def _start(
+        self,
+        step: int,
+        make: Callable[[], Plan],
+        overlap: bool = False,
+        optimizers: Sequence[torch.optim.Optimizer] = (),
+    ) -> SaveHandle:
+        """Start a save of a plan; raises first what went wrong in the background and nobody has seen."""
+
+        def plan() -> Plan:
+            self._raise_upload_error()
+            made = make()
+            return replace(made, profile=PUBLISH) if self.options.chain else made
+
+        with self._turn:
+            return self._writable().start(step, plan, overlap, optimizers)
 
     def _open(self, ready: Callable[[], None] = lambda: None) -> None:
         """Open as reader, or as writer: rank 0 takes the lock and makes what is missing, then come the others."""

@@ -78,9 +78,7 @@ class LfStorageWriter(StorageWriter):
         if step is None:
             newest = self._store.latest()
             step = 0 if newest is None else newest + 1
-        with self._store._turn:  # async_save comes from a thread of its own
-            handle = self._store._writable().start(step, lambda: self._plan(plan, planner), False)
-        self.report = handle.wait()
+        self.report = self._store._start(step, lambda: self._plan(plan, planner)).wait()
         if self.report.error is not None:
             raise CkptError(self.report.error)
         results: Future[list[WriteResult]] = Future()
