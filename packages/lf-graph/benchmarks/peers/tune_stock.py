@@ -33,6 +33,7 @@ class KeptCasts:
     """
 
     def __init__(self, model: nn.Module) -> None:
+        self.model = model  # a graph reads its frozen weights for as long as it is replayed
         self.masters: dict[str, nn.Parameter] = {}
         self.copies: list[nn.Parameter] = []
         for path, module in model.named_modules():
