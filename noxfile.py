@@ -40,12 +40,13 @@ INSTALL = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 # Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
-# model stay together), the others take half the time (lf-ckpt starts ranks once for a file). Tests of lf-memory's host
-# half change kernel settings for a moment (huge pages), so they run one after another.
+# model stay together), the others take half the time (ranks are started, and graphs traced, once for a file; lf-graph's
+# long files, of kernels, begin). Tests of lf-memory's host half change kernel settings for a moment (huge pages), so
+# they run one after another.
 PARALLEL = {
     "lf-format": ["-n", "2"],
     "lf-iouring": ["-n", "2"],
-    "lf-graph": ["-n", "2"],
+    "lf-graph": ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
     "lf-ckpt": ["-n", "2", "--dist", "loadfile"],
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
 }

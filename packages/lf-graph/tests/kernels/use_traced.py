@@ -8,14 +8,18 @@ import traced
 from torch import Tensor
 
 
-def calls_of(outputs: str, dynamic: bool) -> list[list[str]]:
-    """Calls of both graphs, from a process without the interpreter."""
-    found: list[list[str]] = compiling.call("use_traced", "_graphs", outputs, dynamic)
+def calls_of(*cases: tuple[str, bool]) -> list[list[list[str]]]:
+    """Calls of both graphs for each (outputs of norms, dynamic), from one process without the interpreter."""
+    found: list[list[list[str]]] = compiling.call("use_traced", "_graphs", cases)
     return found
 
 
-def _graphs(outputs: str, dynamic: bool) -> list[list[str]]:
+def _graphs(cases: list[tuple[str, bool]]) -> list[list[list[str]]]:
     traced.pretend_a_gpu()
+    return [_graph(outputs, dynamic) for outputs, dynamic in cases]
+
+
+def _graph(outputs: str, dynamic: bool) -> list[list[str]]:
     from transformers import Qwen3Config, Qwen3Model
 
     from lf_graph.kernels import use
