@@ -345,3 +345,18 @@ def test_any_json_in_any_field_of_a_manifest_gives_a_value_or_corrupt_error(
     data = canonical({"body": body, "root": hashlib.sha256(canonical(body)).hexdigest()})
     with contextlib.suppress(lf_ckpt.CorruptError):
         assert manifest.parse(data, "x").step >= 0
+
+
+def test_the_step_that_a_load_fell_back_to_is_the_base_from_then_on(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path, full_every=0) as store:
+        store.save(1, state(1)).wait()
+        store.save(2, state(2)).wait()
+    with lf_ckpt.open(tmp_path) as store:
+        assert store.load().step == 2
+        data = tmp_path / "steps/2/rank-0.lfckpt"
+        content = bytearray(data.read_bytes())
+        content[5000] ^= 1
+        data.write_bytes(content)
+
+        assert store.load().step == 1
+        assert store.save(3, state(1)).wait().base == "1"

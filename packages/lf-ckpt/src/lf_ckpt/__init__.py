@@ -35,6 +35,7 @@ from .interop import (
 )
 from .keepspec import keep_as_json, keep_from_json, parse_keep
 from .lock import break_lock
+from .opening import open
 from .options import Options
 from .publish import Publisher, Subscriber, UpdateReport
 from .report import Loaded, LoadReport, SaveReport
@@ -52,7 +53,7 @@ from .retention import (
 )
 from .rng import rng_state, set_rng_state
 from .state import RestoreReport, collect, restore
-from .store import Store, open
+from .store import Store
 from .typed import Collected, Stateful, pack, unpack
 from .upload import Upload
 

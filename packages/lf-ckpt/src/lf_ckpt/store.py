@@ -13,31 +13,28 @@ from typing import TYPE_CHECKING, Literal
 import torch
 
 from .catalog import Catalog
-from .errors import CkptError, CorruptError, HalfLoadedError, NoCheckpointError, RankFailedError, UploadError
+from .errors import CkptError, NoCheckpointError, UploadError
 from .fetch import ReadIo
-from .files import gone
 from .handle import SaveHandle
 from .jsonio import Json
-from .loading import Wanted, describe, folder_of, is_damage, load_step, verified_base
-from .local import is_sharded
+from .loading import Wanted, verified_base
 from .lock import LOCK, StoreLock
 from .manifest import PUBLISH
 from .mirror import Mirror
 from .naming import MapNames
-from .options import Compress, Engine, Io, OnError, Options, ParentMode, Priority
+from .options import Options
 from .peers import join
 from .places import locate
 from .plan import Plan, make_plan
 from .ranked import stored_name
 from .reader import StepReader
 from .report import Loaded, SaveReport
-from .retention import Rule
 from .saver import Saver
-from .storage import Mode, Storage
+from .step_loader import StepLoader
+from .storage import Storage
 from .team import Alone, Together
 from .turns import Turn
-from .upload import Upload
-from .voting import agree, together
+from .voting import together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -73,6 +70,7 @@ class Store:
         self._mirror: Mirror | None = None
         self._damaged: set[str] = set()  # folders that loads or uploads could not read; no base for a save
         self._peers = join(group, options.group_timeout)
+        self._loader = StepLoader(self.path, self._catalog, self._peers, self._damaged, self._offer_base)
         try:
             if self._peers is None:
                 self._open()
@@ -162,44 +160,18 @@ class Store:
         self._check_open()
         if self._saver is not None and self._saver.current is not None and os.getpid() == self._pid:
             self._saver.current._over.wait()
-        try:
-            wanted = Wanted.of(
+        return self._loader.load(
+            step,
+            lambda: Wanted.of(
                 device, into=into, only=only, map_names=map_names, reshape=reshape, cast=cast, strict=strict,
                 verify=verify, io=io, precheck=precheck, rank=self._rank if rank is None else rank,
-            )  # fmt: skip
-        except BaseException as error:
-            self._folders(step, error)
-            raise
-        folders = self._folders(step)
-        if step != "latest":
-            return self._load_exact(step, wanted, folders)
-        fallbacks: dict[str, tuple[int, str]] = {}
-        for scan in range(_SCANS):
-            vanished = False
-            for folder in reversed(self._catalog.folders() if scan else folders):
-                try:
-                    loaded = self._everywhere(folder, wanted)
-                except (CorruptError, OSError, HalfLoadedError, RankFailedError) as error:
-                    if isinstance(error, HalfLoadedError | RankFailedError) and not error.damage:
-                        raise
-                    if self._peers is None and self._retired(folder, error):
-                        vanished = True
-                        continue
-                    if not is_damage(error):
-                        raise
-                    fallbacks[folder] = (_step_of(folder), describe(error))
-                    self._note_damage(folder, error)
-                else:
-                    report = replace(loaded.report, fallbacks=tuple(fallbacks.values()))
-                    return replace(loaded, report=report)
-            if not vanished:
-                break
-        raise NoCheckpointError(self.path, list(fallbacks.values()))
+            ),
+        )  # fmt: skip
 
     def steps(self) -> tuple[int, ...]:
         """Committed steps, ascending: whole manifests whose files have their full length."""
         self._check_open()
-        return tuple(sorted({manifest.step for manifest in self._catalog.committed()}))
+        return self._loader.steps()
 
     def latest(self) -> int | None:
         """Newest committed step, or None. `load` may still fall back from it when its bytes are damaged."""
@@ -208,12 +180,12 @@ class Store:
     def pin(self, step: int) -> None:
         """Keep `step` whatever the retention rules say, until `unpin`; NoCheckpointError when it is not committed."""
         self._quiet()
-        self._catalog.pin(self._newest_attempt(step))
+        self._catalog.pin(self._loader.newest_attempt(step))
 
     def unpin(self, step: int) -> bool:
         """Leave `step` to the rules again; whether it was pinned."""
         self._quiet()
-        return self._catalog.unpin(self._newest_attempt(step))
+        return self._catalog.unpin(self._loader.newest_attempt(step))
 
     def info(self) -> dict[str, str]:
         """What the store lies on and what was chosen for it: place, mode with its reason, commit, lock."""
@@ -334,33 +306,6 @@ class Store:
     def _rank(self) -> int:
         return 0 if self._peers is None else self._peers.rank
 
-    def _folders(self, step: int | str, problem: BaseException | None = None) -> list[str]:
-        """Committed folders, as rank 0 sees them. problem: why this rank cannot load; in a group, then nobody does."""
-        if self._peers is None:
-            return self._catalog.folders() if problem is None else []
-        return list(agree(self._peers, f"load of step {step}", problem, self._catalog.folders))
-
-    def _load_exact(self, step: int, wanted: Wanted, folders: Sequence[str]) -> Loaded:
-        folder = self._newest_attempt(step, folders)
-        try:
-            return self._everywhere(folder, wanted)
-        except (CorruptError, OSError) as error:
-            if self._peers is None and self._retired(folder, error):
-                what = f"step {step}: a writer removed it while it was read"
-                raise NoCheckpointError(self.path, (), what) from error
-            raise
-
-    def _retired(self, folder: str, error: Exception) -> bool:
-        """Whether a step failed to load because a writer has removed it meanwhile, which is no damage."""
-        return gone(error) or folder not in self._catalog.folders()
-
-    def _everywhere(self, folder: str, wanted: Wanted) -> Loaded:
-        """Load on every rank or on none."""
-        if self._peers is None:
-            return self._load(folder, wanted)
-        what = f"step {_step_of(folder)} was not loaded on any rank"
-        return together(self._peers, what, lambda ready: self._load(folder, wanted, ready))
-
     def _open_step(self, step: int | Literal["latest"]) -> StepReader:
         """A committed step, opened for tools that stream it; a damaged one raises, whichever was asked for."""
         self._check_open()
@@ -369,7 +314,7 @@ class Store:
         newest = self.latest() if step == "latest" else step
         if newest is None:
             raise NoCheckpointError(self.path, ())
-        return StepReader(self._catalog.files, self._catalog.steps, self._newest_attempt(newest))
+        return self._loader.open(newest)
 
     def _quiet(self) -> None:
         """Let the save in flight end: its retention must not run while pins change."""
@@ -377,38 +322,16 @@ class Store:
         if current is not None:
             current._over.wait()
 
-    def _newest_attempt(self, step: int, folders: Sequence[str] | None = None) -> str:
-        known = self._catalog.folders() if folders is None else folders
-        attempts = [name for name in known if _step_of(name) == step]
-        if not attempts:
-            raise NoCheckpointError(self.path, (), f"step {step}; committed steps: {list(self.steps())}")
-        return attempts[-1]
-
-    def _load(self, folder: str, wanted: Wanted, ready: Callable[[], None] = lambda: None) -> Loaded:
-        with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:
-            loaded = load_step(reader, wanted, _READERS, ready)
-            report = loaded.report
-            partly = any(map(is_sharded, (wanted.into or {}).values()))
-            complete = not (report.unexpected or report.mismatched or report.left_out or partly)
-            if wanted.verify and complete and wanted.rank == self._rank:
-                self._offer_base(reader)
-            return loaded
-
     def _offer_base(self, reader: StepReader) -> None:
         """Extents that have just been verified may serve as base of later deltas of this writer."""
-        if self._saver is None or self._saver.base is not None or self.options.chain:
+        saver = self._saver
+        if saver is None or self.options.chain:
+            return
+        if saver.base is not None and saver.base.folder not in self._damaged:
             return
         base = verified_base(reader, self._catalog.store_id, self._rank)
         if base is not None:
-            self._saver.adopt(base, (m.parent.folder for m in self._catalog.committed() if m.parent))
-
-    def _note_damage(self, folder: str, error: Exception) -> None:
-        """Damaged steps do not count for retention and serve as no base."""
-        _log.warning(
-            "%s: step %s cannot be used, trying an older one: %s", self.path, folder, describe(error)
-        )
-        bad = error.__cause__ if isinstance(error, HalfLoadedError) else error
-        self._damaged |= {folder, folder_of(bad)} - {""}
+            saver.adopt(base, (m.parent.folder for m in self._catalog.committed() if m.parent))
 
     def _raise_upload_error(self) -> None:
         error = self._mirror.take_error() if self._mirror is not None else None
@@ -460,84 +383,3 @@ def _checked(
     if optimizers and not overlap:
         raise ValueError("fence= belongs to overlap=True")
     return optimizers
-
-
-def _step_of(folder: str) -> int:
-    return int(folder.partition(".")[0])
-
-
-def open(
-    path: str | os.PathLike[str],
-    *,
-    keep: Sequence[Rule] = (),
-    on_error: OnError = "raise",
-    full_every: int = 8,
-    slab_bytes: int | None = None,
-    compress: Compress = "auto",
-    parent: ParentMode = "auto",
-    parent_bytes: int | None = None,
-    io: Io = "auto",
-    threads: int = 1,
-    read_only: bool = False,
-    mode: Mode = "auto",
-    engine: Engine = "auto",
-    writers: int = 4,
-    priority: Priority = "low",
-    rate_limit: int | None = None,
-    expected_bytes: int | None = None,
-    upload: str | os.PathLike[str] | Upload | None = None,
-    group: ProcessGroup | None = None,
-    group_timeout: float = 1800.0,
-    files: Storage | None = None,
-) -> Store:
-    """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
-
-    keep: retention rules joined with "or"; none keeps every step.
-    on_error: what a failed background save does at the next call: raise, or log a warning.
-    full_every: a new base after that many deltas; 0 saves full steps only.
-    slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
-        state `save` waits for the disk while it copies.
-    compress: "auto" samples which codec pays, also against the base; "raw" never compresses, "zstd" tries every byte
-        plane; these two share unchanged extents only.
-    parent: where the base's bytes come from that changed extents are coded against. "auto" keeps them in memory, up to
-        `parent_bytes` (a quarter of free memory when None), and reads the rest back; "ram" keeps all or raises
-        CkptError at the save; "disk" keeps none; "off" codes nothing against the base.
-    io: "auto" writes long runs with O_DIRECT where the file system allows it, "buffered" never does, "direct" raises
-        where it cannot.
-    threads: threads that hash and compress.
-    engine: "io_uring" (lf-iouring), "threads" (`writers` of them), or "auto", the first where it can be had;
-        `SaveReport.io` says which and why. CkptError for an engine that cannot be had.
-    priority: "low" gives the background threads nice 10 and the last place in the I/O queue; "normal" leaves them.
-    rate_limit: bytes per second that saves may write at most.
-    expected_bytes: size of the state; its slab is then made, and page-locked, in the background at once.
-    mode: "local" relies on rename, O_DIRECT and directory fsync; "shared" (NFS, Lustre, FUSE) on none of them; "auto"
-        looks at the type of the file system. `Store.info` says what was chosen and why.
-    upload: a path or URL to which durable steps are copied in the background, or an `Upload` with more to say.
-        Retention here waits for it; what fails is reported as `on_error` says, and the next writer goes on with it.
-    group: the torch.distributed group whose ranks write the store together, opened by all of them; rank 0 holds the
-        lock and commits. A Gloo group of the same ranks is made for it, so that saves never mix with the collectives
-        of training. group_timeout: seconds until a silent rank counts as lost; one that died is noticed at once.
-    files: the file layer, for tests and other storage.
-    Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
-    """
-    options = Options(
-        keep=tuple(keep),
-        on_error=on_error,
-        full_every=full_every,
-        slab_bytes=slab_bytes,
-        compress=compress,
-        parent=parent,
-        parent_bytes=parent_bytes,
-        io=io,
-        threads=threads,
-        read_only=read_only,
-        mode=mode,
-        engine=engine,
-        writers=writers,
-        priority=priority,
-        rate_limit=rate_limit,
-        expected_bytes=expected_bytes,
-        upload=Upload(upload) if isinstance(upload, str | os.PathLike) else upload,
-        group_timeout=group_timeout,
-    )
-    return Store(path, options, files, group)

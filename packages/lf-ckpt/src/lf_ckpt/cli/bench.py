@@ -17,8 +17,8 @@ import torch
 from ..catalog import Catalog
 from ..errors import CkptError
 from ..free_memory import available_memory
+from ..opening import open as open_store
 from ..store import Store
-from ..store import open as open_store
 from .common import GOOD, Commands, add_verb, emit, human
 
 _TENSOR_BYTES: Final = 64 << 20

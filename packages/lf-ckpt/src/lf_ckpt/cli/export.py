@@ -9,7 +9,7 @@ from ..catalog import Catalog
 from ..errors import CkptError
 from ..interop import export_file, export_safetensors
 from ..interop.export import SHARD_BYTES
-from ..store import open as open_store
+from ..opening import open as open_store
 from .common import GOOD, Commands, add_verb, emit, human, plain
 
 

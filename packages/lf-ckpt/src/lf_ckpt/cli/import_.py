@@ -9,8 +9,8 @@ import torch
 from ..catalog import Catalog
 from ..errors import CkptError
 from ..interop import import_any
+from ..opening import open as open_store
 from ..store import STEP_LIMIT
-from ..store import open as open_store
 from ..typed import Collected
 from .common import GOOD, Commands, add_verb, emit, human, plain
 

@@ -27,9 +27,9 @@ from ..filling import Filler
 from ..loading import entries_by_name
 from ..local import Window, require_memory
 from ..manifest import Manifest, TensorEntry
+from ..opening import open as open_store
 from ..reader import StepReader
 from ..store import Store
-from ..store import open as open_store
 from .naming import MAPPING, PICKLE, mapping_of, step_of
 from .planners import LfLoadPlanner, to_json
 

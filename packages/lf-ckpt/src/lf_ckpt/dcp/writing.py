@@ -17,10 +17,10 @@ from ..boxes import Box, whole
 from ..dtypes import ITEM_SIZE, name_of
 from ..errors import CkptError, UnsupportedError
 from ..jsonio import Json
+from ..opening import open as open_store
 from ..plan import Plan, Stream
 from ..report import SaveReport
 from ..store import Store
-from ..store import open as open_store
 from .naming import MAPPING, PICKLE, mapping_item, step_of
 from .planners import LfSavePlanner, from_json
 
