@@ -18,7 +18,7 @@ from ckpt_states import assert_same, files_under, state
 import lf_ckpt
 from lf_ckpt import cli
 from lf_ckpt.cli import plot
-from lf_ckpt.manifest import dump
+from lf_ckpt.manifest_text import dump
 from lf_ckpt.reader import read_manifest
 
 COMMON = {"frozen": torch.arange(100_000.0)}

@@ -18,7 +18,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lf_ckpt
-from lf_ckpt import cli, format, manifest
+from lf_ckpt import cli, format, manifest_text
 from lf_ckpt.jsonio import canonical
 
 FILES = ["steps/1/rank-0.lfckpt", "steps/2/rank-0.lfckpt", "steps/1/MANIFEST", "steps/2/MANIFEST"]
@@ -267,7 +267,7 @@ NO_MANIFEST = ["", "null", "[]", "{}", "[" * 100_000, '{"body":1e999}', "9" * 10
 @pytest.mark.parametrize("text", NO_MANIFEST)
 def test_a_manifest_that_is_no_manifest_is_refused(text: str) -> None:
     with pytest.raises(lf_ckpt.CorruptError):
-        manifest.parse(text.encode("latin-1"), "MANIFEST")
+        manifest_text.parse(text.encode("latin-1"), "MANIFEST")
 
 
 # -- fuzzing the parsers ---------------------------------------------------------------------------------------------
@@ -317,7 +317,7 @@ def test_random_bytes_are_never_a_file(data: bytes) -> None:
     for parse in (
         lambda: format.parse_header(data, "x"),
         lambda: format.parse_trailer(data, len(data), "x"),
-        lambda: manifest.parse(data, "x"),
+        lambda: manifest_text.parse(data, "x"),
     ):
         with pytest.raises(lf_ckpt.CorruptError):
             parse()
@@ -344,7 +344,7 @@ def test_any_json_in_any_field_of_a_manifest_gives_a_value_or_corrupt_error(
         body[name] = value
     data = canonical({"body": body, "root": hashlib.sha256(canonical(body)).hexdigest()})
     with contextlib.suppress(lf_ckpt.CorruptError):
-        assert manifest.parse(data, "x").step >= 0
+        assert manifest_text.parse(data, "x").step >= 0
 
 
 def test_the_step_that_a_load_fell_back_to_is_the_base_from_then_on(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from ckpt_spec import CODECS_SEEN, read_by_the_spec
 from make_golden import digests, states
 
 import lf_ckpt
-from lf_ckpt import format, manifest
+from lf_ckpt import format, manifest_text
 from lf_ckpt.cli import main
 
 GOLDEN = Path(__file__).parent / "golden"
@@ -59,7 +59,7 @@ def test_header_index_trailer_and_manifest_are_packed_to_the_same_bytes(store: s
     assert format.pack_index(format.parse_index(index, trailer, str(path))) == index
     assert format.pack_trailer(trailer) == data[-128:]
     text = path.with_name("MANIFEST").read_bytes()
-    assert manifest.dump(manifest.parse(text, str(path)))[0] == text
+    assert manifest_text.dump(manifest_text.parse(text, str(path)))[0] == text
 
 
 def test_the_same_state_saved_raw_today_has_the_same_extents_and_index(tmp_path: Path) -> None:

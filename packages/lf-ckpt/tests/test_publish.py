@@ -378,7 +378,7 @@ def test_the_length_of_a_chain_is_limited(tmp_path: Path, every_full: int) -> No
 
 def test_a_chain_of_a_training_store_is_refused(tmp_path: Path) -> None:
     """Only the profile allows a delta on a delta."""
-    from lf_ckpt.manifest import dump
+    from lf_ckpt.manifest_text import dump
     from lf_ckpt.reader import read_manifest
 
     publish(tmp_path, 0, 1, 2)

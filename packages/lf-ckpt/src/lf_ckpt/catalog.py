@@ -24,7 +24,8 @@ from .errors import CkptError, CorruptError
 from .files import gone, read_all
 from .identity import FORMAT_LIMIT, dump_format, parse_format
 from .jsonio import canonical
-from .manifest import Manifest, dump, folder_name, is_data_file, parse_folder
+from .manifest import Manifest, folder_name, is_data_file, parse_folder
+from .manifest_text import dump
 from .reader import MANIFEST, read_manifest
 from .retention import Candidate, Rule, doomed
 from .storage import Storage

@@ -33,7 +33,8 @@ from .format import (
     parse_index,
     parse_trailer,
 )
-from .manifest import MANIFEST_LIMIT, PUBLISH, DataFile, Manifest, Placed, StreamKey, parse, rank_of
+from .manifest import MANIFEST_LIMIT, PUBLISH, DataFile, Manifest, Placed, StreamKey, rank_of
+from .manifest_text import parse
 from .storage import Storage
 
 MANIFEST = "MANIFEST"

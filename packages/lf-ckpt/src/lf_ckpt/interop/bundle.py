@@ -29,10 +29,9 @@ from ..manifest import (
     Manifest,
     TensorEntry,
     data_file_name,
-    dump,
-    parse,
     unsharded,
 )
+from ..manifest_text import dump, parse
 from ..naming import MapNames, select
 from ..options import Compress
 from ..plan import Chunk, Stream
