@@ -1,4 +1,4 @@
-"""Activations, grouped products and 8-bit layers as :mod:`traced` traces operators."""
+"""Activations and grouped products as :mod:`traced` traces operators."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
         places = (OFFSETS, tokens, torch.arange(8).view(4, 2))
         return k.grouped_experts(x, gate_up, down, weight.float(), *places)
 
-    stream, layer = (2, 3, 64), [(3, 16, 32), (48, 32)]
+    stream = (2, 3, 64)
     return {
         "swiglu": (k.swiglu, [stream, stream]),
         "swiglu packed": (lambda g: k.swiglu(g, overwrite=True), [stream]),
@@ -29,6 +29,4 @@ def operators() -> dict[str, tuple[Callable[..., Any], list[tuple[int, ...]]]]:
         "gelu_tanh": (lambda x, b: k.gelu_tanh(x, b, dropout_p=0.1, seed=SEED), [stream, stream[2:]]),
         "grouped_gemm": (lambda x, w: k.grouped_gemm(x, w, OFFSETS), [(6, 32), (2, 32, 48)]),
         "grouped_experts": (experts, [(4, 32), (2, 32, 96), (2, 48, 32), (8,)]),
-        "float8 by tensor": (k.float8_linear, layer),
-        "float8 by row": (lambda x, w: k.float8_linear(x, w, scaling="row"), layer),
     }
