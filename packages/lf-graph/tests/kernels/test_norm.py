@@ -8,7 +8,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-import sm90
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
@@ -26,10 +25,11 @@ from lf_graph.kernels import (
     rms_norm,
 )
 from lf_graph.kernels._norm_triton import NORM_BACKWARD, NORM_FORWARD, norm_backward_op, norm_op
-from lf_graph.kernels._rows import MAX_WIDTH
 from lf_graph.kernels._tunable import Tunable
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+
+
 SHAPES = (
     (1, 1, 1),
     (2, 3, 64),
@@ -321,6 +321,8 @@ def test_the_default_launch_is_a_candidate(width: int) -> None:
 
 
 X = torch.zeros(2, 3, 8)
+
+
 REFUSED: dict[str, tuple[Callable[[], object], str]] = {
     "integers": (lambda: rms_norm(X.int()), "x is torch.int32"),
     "a number": (lambda: rms_norm(torch.tensor(1.0)), "no dimension"),
@@ -378,34 +380,6 @@ def test_a_dry_run_and_a_recorded_graph_know_the_operators() -> None:
         replayed, eager = captured(*leaves.values()), call(*leaves.values())
         assert same_bits(replayed, eager)
         assert same_bits(gradients(replayed, leaves), gradients(eager, leaves))
-
-
-TILES = ("x", "dy", "dsummed", "dx", "dbranch", "weight")
-
-
-@pytest.mark.parametrize(("width", "rows", "warps"), [(1536, 1, 4), (128, 16, 4)])
-def test_compiled_for_a_gpu_a_backward_moves_16_bytes_at_once(width: int, rows: int, warps: int) -> None:
-    text = sm90.ptx(
-        "lf_graph.kernels._norm_kernels", "norm_rows_backward", default="i32", options={"num_warps": warps},
-        types={**dict.fromkeys(TILES, "*bf16"), "statistics": "*fp32", "partials": "*fp32"},
-        aligned=["x_outer_stride", "dy_outer_stride", "ds_outer_stride", "weight_stride"],
-        constants={
-            "D": width, "BLOCK": 1 << (width - 1).bit_length(), "ROWS": rows,
-            "x_inner": 1, "dy_inner": 1, "ds_inner": 1,
-            "CENTRED": True, "DSUMMED": True, "WEIGHT": True, "PER_SAMPLE": True, "BRANCH": True, "DWEIGHT": True,
-            "DBIAS": True, "STAGES": 1,
-        },
-    )  # fmt: skip
-    found = sm90.accesses(text)
-    # 2048 elements over 128 threads: two accesses of 16 bytes for each of dy, x, dsummed, and of dx, dbranch
-    assert found["ld 16"] >= 6
-    assert found["st 16"] >= 4
-    rest = sum(n for size, n in found.items() if size not in ("ld 16", "st 16"))
-    assert rest <= 7  # two statistics of two rows, weight, two sums
-
-
-def test_the_widest_default_launch_keeps_its_tile_in_registers() -> None:
-    assert NORM_BACKWARD.default((MAX_WIDTH, "bfloat16", True, True, True, True)).num_warps == 32
 
 
 @pytest.mark.parametrize("norm", [rms_norm, layer_norm])
