@@ -150,9 +150,10 @@ class Saver:
             return self._agree(handle.step, plan)
         except Exception as error:
             later = isinstance(error, OSError) if self._team.world == 1 else self._options.on_error == "warn"
+            said = translate(error, self._catalog, plan.raw_bytes)
             if not later:
-                raise
-            self._fail(handle, "", plan, translate(error, self._catalog, plan.raw_bytes))
+                raise said from (error if said is not error else None)
+            self._fail(handle, "", plan, said)
             return None
 
     def _agree(self, step: int, plan: Plan) -> Begun:
