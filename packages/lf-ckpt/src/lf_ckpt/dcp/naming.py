@@ -28,6 +28,15 @@ def step_of(checkpoint_id: str | os.PathLike[str] | int) -> int:
     return int(found[1])
 
 
+def names_a_step(checkpoint_id: str | os.PathLike[str] | int) -> bool:
+    """Whether `step_of` takes it."""
+    try:
+        step_of(checkpoint_id)
+    except CkptError:
+        return False
+    return True
+
+
 def mapping_item(planner_data: Any) -> dict[str, Json]:
     """Paths of a flattened state dict as JSON. Empty for planners that do not flatten."""
     return {name: list(path) for name, path in planner_data.items()} if isinstance(planner_data, dict) else {}

@@ -30,7 +30,7 @@ from ..manifest import Manifest, TensorEntry
 from ..opening import open as open_store
 from ..reader import StepReader
 from ..store import Store
-from .naming import MAPPING, PICKLE, mapping_of, step_of
+from .naming import MAPPING, PICKLE, mapping_of, names_a_step, step_of
 from .planners import LfLoadPlanner, to_json
 
 _THREADS = 4
@@ -107,11 +107,7 @@ class LfStorageReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a step."""
-        try:
-            step_of(checkpoint_id)
-        except CkptError:
-            return False
-        return True
+        return names_a_step(checkpoint_id)
 
     def _open(self) -> StepReader:
         step = self._manifest.step if self._manifest is not None else self._step

@@ -21,7 +21,7 @@ from ..opening import open as open_store
 from ..plan import Plan, Stream
 from ..report import SaveReport
 from ..store import Store
-from .naming import MAPPING, PICKLE, mapping_item, step_of
+from .naming import MAPPING, PICKLE, mapping_item, names_a_step, step_of
 from .planners import LfSavePlanner, from_json
 
 
@@ -91,11 +91,7 @@ class LfStorageWriter(StorageWriter):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether an id names a step."""
-        try:
-            step_of(checkpoint_id)
-        except CkptError:
-            return False
-        return True
+        return names_a_step(checkpoint_id)
 
     def storage_meta(self) -> StorageMeta | None:
         """Where this checkpoint goes."""
