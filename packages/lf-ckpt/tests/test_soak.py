@@ -16,6 +16,8 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 
 @pytest.fixture(scope="module")
 def bench() -> ModuleType:
+    if str(BENCHMARKS) not in sys.path:
+        sys.path.append(str(BENCHMARKS))  # its neighbours, which it imports as a script does
     spec = importlib.util.spec_from_file_location("bench_soak", BENCHMARKS / "bench_soak.py")
     assert spec is not None
     assert spec.loader is not None

@@ -31,7 +31,7 @@ def test_every_table_is_what_its_command_writes(
 
 
 def test_a_table_without_its_command_holds_no_number(bench: Any) -> None:
-    for name in ("", "hf"):
+    for name in ("", "hf", "fused"):
         begin, end = bench.report.marks(name)
         body = TEXT.split(begin)[1].split(end)[0]
         commands = [c for c in COMMANDS if (f"--mark {name}" in c if name else "--mark" not in c)]
