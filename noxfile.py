@@ -35,8 +35,9 @@ GPU_WHEELS = [
     "annotated-types",
 ]
 GPU_WHEELS += ["typing-inspection", "hypothesis", "xxhash"]
-# Byte code is left to the first import: of 15,000 files, which take 75 s of CPU to compile, few are ever imported.
-INSTALL = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check", "--no-compile"]
+INSTALL = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"]
+# Tests start hundreds of processes. Without byte code each of them compiles all that it imports.
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 # every optional feature is tested, except that the torch-free packages stay torch-free
 WITHOUT = {"torch"}
 # Each test on one thread, two at a time: lf-meta's mostly wait for processes they start (those that share a trained
