@@ -34,8 +34,10 @@ class Head:
         cut = vocab // ALIGNED * ALIGNED if vocab % _FAST else vocab
         self._weight, self._bias, self._vocab = weight, bias, vocab
         self._parts = [part for part in (slice(0, cut), slice(cut, vocab)) if part.start < part.stop]
-        self._last = weight.new_zeros(ALIGNED, weight.shape[1])  # the classes behind the cut, and zeros
-        self._last[: vocab - cut].copy_(weight[cut:])
+        self._last: Tensor | None = None  # the classes behind the cut, and zeros
+        if 0 < cut < vocab and bias is None:
+            self._last = weight.new_zeros(ALIGNED, weight.shape[1])
+            self._last[: vocab - cut].copy_(weight[cut:])
 
     def logits(self, x: Tensor, buffer: Tensor) -> Tensor:
         """x @ weight.T + bias, [rows, vocab], in the memory of ``buffer`` [rows, padded(vocab)]."""
@@ -46,7 +48,7 @@ class Head:
     def _part_of_logits(self, x: Tensor, buffer: Tensor, part: slice) -> None:
         if self._bias is not None:
             torch.addmm(self._bias[part], x, self._weight[part].t(), out=buffer[:, part])
-        elif part.start:
+        elif part.start and self._last is not None:
             product(x, self._last.t(), buffer[:, part.start :])
         else:
             product(x, self._weight[part].t(), buffer[:, part])
