@@ -180,11 +180,11 @@ def test_the_row_of_flex_attention_compiles_once_for_all_documents(
 ) -> None:
     compile = torch.compile
     monkeypatch.setattr(torch, "compile", lambda f, **_: compile(f, fullgraph=True, backend="eager"))
-    monkeypatch.setattr(torch._dynamo.config, "error_on_recompile", True)
     flex = rows.loss_of(setting, setting.model(), rows.Eager("flex", compile=True))
     ours = rows.loss_of(setting, setting.model(), rows.Eager("lf-graph"))
     feed = setting.feed("torch", "packed")
-    with torch.no_grad():
+    # not monkeypatch: its undo deletes what the module's own __dict__ does not hold, and torch then hides the setting
+    with torch._dynamo.config.patch(error_on_recompile=True), torch.no_grad():
         losses = [[float(loss(*batch)) for loss in (flex, ours)] for batch, _ in itertools.islice(feed, 3)]
     feed.close()
     torch._dynamo.reset()
