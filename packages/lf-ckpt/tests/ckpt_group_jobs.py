@@ -156,8 +156,9 @@ def save_what_cannot_be(rank: int, path: str, case: str) -> str:
             step = 2 + rank
         elif case == "no step" and rank == 1:
             step = torch.tensor(2)  # type: ignore[assignment]
+        own: Any = "rng" if case == "no list" and rank == 1 else ["rng"]
         try:
-            store.save(step, bad).wait()
+            store.save(step, bad, per_rank=own).wait()
         except (CkptError, ValueError) as error:
             message = f"{type(error).__name__}: {error}"
         store.save(9, good).wait()
@@ -171,6 +172,7 @@ def load_what_cannot_be(rank: int, path: str, case: str, broken: int) -> tuple[s
         "device": {"device": "warp:3"},
         "options": {"into": {}, "strict": False, "precheck": False},
         "step": {"step": 2},
+        "rank": {"rank": -1},
     }
     with lf_ckpt.open(path, group=world(), group_timeout=600.0) as store:
         store.save(1, {"x": torch.zeros(3)})

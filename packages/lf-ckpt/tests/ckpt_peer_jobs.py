@@ -55,3 +55,19 @@ def lose(rank: int, victim: int) -> list[str]:
             peers.round(None, lambda told: told)
         errors.append(f"{caught.value.rank}")
     return errors
+
+
+def fall_silent(rank: int) -> str:
+    """A second store on the same ranks, of another patience: rank 0 waits for a message that comes too late."""
+    new_peers()
+    assert dist.group.WORLD is not None
+    peers = Peers(dist.group.WORLD, timeout=0.2 if rank == 0 else 20)
+    try:
+        if rank == 0:
+            peers.round(None, lambda told: told)
+    except lf_ckpt.PeerLostError as error:
+        said = f"rank {error.rank} is lost"
+    else:
+        said = "no error"
+    dist.barrier()
+    return said

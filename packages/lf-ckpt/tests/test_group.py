@@ -133,6 +133,7 @@ def test_two_dimensional_meshes_store_each_part_once(ranks: Ranks, tmp_path: Pat
         ("unsupported", "rank 1: UnsupportedError: x", {0: "RankFailedError", 1: "UnsupportedError"}),
         ("shapes", "per_rank", {0: "CkptError", 1: "RankFailedError"}),
         ("steps", "saves step 3", {0: "RankFailedError", 1: "RankFailedError"}),
+        ("no list", "per_rank='rng': a list", {0: "RankFailedError", 1: "ValueError"}),
         ("no step", "step tensor(2): a whole number", {0: "RankFailedError", 1: "ValueError"}),
     ],
 )
@@ -154,6 +155,7 @@ def test_what_one_rank_cannot_save_fails_on_all_and_the_next_save_works(
         ("device", "UnsupportedError", "device warp:3"),
         ("options", "ValueError", "needs strict=True"),
         ("step", "RankFailedError", "wants load of step 2"),
+        ("rank", "ValueError", "rank=-1"),
     ],
 )
 def test_a_load_that_one_rank_cannot_begin_fails_on_all_at_once(

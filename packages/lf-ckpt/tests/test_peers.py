@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from ckpt_peer_jobs import add_up, fail_to_decide, lose
+from ckpt_peer_jobs import add_up, fail_to_decide, fall_silent, lose
 from ckpt_ranks import DIED, Ranks
 
 
@@ -23,3 +23,8 @@ def test_a_killed_rank_is_named_by_all_others_at_once(ranks: Ranks, victim: int)
 
     assert answers.pop(victim) == DIED
     assert answers == [[str(victim)] * 2] * 2
+
+
+def test_a_silent_rank_is_lost_after_the_patience_of_the_store_that_asks(ranks: Ranks) -> None:
+    """Not after that of the first store on these ranks, with which it shares its Gloo group."""
+    assert ranks.call(fall_silent, 2)[0] == "rank 1 is lost"

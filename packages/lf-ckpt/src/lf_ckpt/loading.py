@@ -43,6 +43,10 @@ class Wanted:
     precheck: bool = True
 
     def __post_init__(self) -> None:
+        if isinstance(self.rank, bool) or not isinstance(self.rank, int) or self.rank < 0:
+            raise ValueError(
+                f"rank={self.rank!r}: the number of the rank whose own values to take, 0 or more"
+            )
         if not (self.precheck or self.strict):
             raise ValueError(
                 "precheck=False needs strict=True: a fallback must overwrite all that was filled"

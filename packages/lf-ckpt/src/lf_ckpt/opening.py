@@ -6,11 +6,22 @@ import os
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from .options import Compress, Engine, Io, OnError, Options, ParentMode, Priority
+from .options import (
+    GROUP_TIMEOUT,
+    Compress,
+    Engine,
+    Io,
+    OnError,
+    Options,
+    ParentMode,
+    Priority,
+    has_patience,
+)
 from .retention import Rule
 from .storage import Mode, Storage
-from .store import Store
+from .store import OPENING, Store
 from .upload import Upload
+from .voting import telling
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -37,7 +48,7 @@ def open(
     expected_bytes: int | None = None,
     upload: str | os.PathLike[str] | Upload | None = None,
     group: ProcessGroup | None = None,
-    group_timeout: float = 1800.0,
+    group_timeout: float = GROUP_TIMEOUT,
     files: Storage | None = None,
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
@@ -70,24 +81,26 @@ def open(
     files: the file layer, for tests and other storage.
     Raises LockedError, CkptError (cannot be written, or no store with read_only) and CorruptError (damaged FORMAT).
     """
-    options = Options(
-        keep=tuple(keep),
-        on_error=on_error,
-        full_every=full_every,
-        slab_bytes=slab_bytes,
-        compress=compress,
-        parent=parent,
-        parent_bytes=parent_bytes,
-        io=io,
-        threads=threads,
-        read_only=read_only,
-        mode=mode,
-        engine=engine,
-        writers=writers,
-        priority=priority,
-        rate_limit=rate_limit,
-        expected_bytes=expected_bytes,
-        upload=Upload(upload) if isinstance(upload, str | os.PathLike) else upload,
-        group_timeout=group_timeout,
-    )
+    patience = group_timeout if has_patience(group_timeout) else GROUP_TIMEOUT
+    with telling(group, patience, OPENING[bool(read_only)]):
+        options = Options(
+            keep=tuple(keep),
+            on_error=on_error,
+            full_every=full_every,
+            slab_bytes=slab_bytes,
+            compress=compress,
+            parent=parent,
+            parent_bytes=parent_bytes,
+            io=io,
+            threads=threads,
+            read_only=read_only,
+            mode=mode,
+            engine=engine,
+            writers=writers,
+            priority=priority,
+            rate_limit=rate_limit,
+            expected_bytes=expected_bytes,
+            upload=Upload(upload) if isinstance(upload, str | os.PathLike) else upload,
+            group_timeout=group_timeout,
+        )
     return Store(path, options, files, group)

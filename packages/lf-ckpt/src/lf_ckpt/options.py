@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from .retention import Rule
 from .storage import Mode
@@ -15,6 +15,8 @@ Engine: TypeAlias = Literal["auto", "io_uring", "threads"]
 Priority: TypeAlias = Literal["low", "normal"]
 Compress: TypeAlias = Literal["auto", "raw", "zstd"]
 ParentMode: TypeAlias = Literal["auto", "ram", "disk", "off"]
+GROUP_TIMEOUT: Final = 1800.0
+"""Seconds until a silent rank of a group counts as lost: torch's own for Gloo."""
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,7 @@ class Options:
     rate_limit: int | None = None
     expected_bytes: int | None = None
     upload: Upload | None = None
-    group_timeout: float = 1800.0
+    group_timeout: float = GROUP_TIMEOUT
     chain: bool = False  # each delta on the step before it (Publisher), not on the last full one
 
     @property
@@ -69,9 +71,16 @@ class Options:
             raise ValueError(f"rate_limit={self.rate_limit}: bytes per second, at least 1, or None")
         if self.expected_bytes is not None and self.expected_bytes < 0:
             raise ValueError(f"expected_bytes={self.expected_bytes}: the size of the state, or None")
+        if not has_patience(self.group_timeout):
+            raise ValueError(f"group_timeout={self.group_timeout!r}: seconds, above 0 and at most 10**9")
         if self.parent_bytes is not None and self.parent_bytes < 0:
             raise ValueError(f"parent_bytes={self.parent_bytes}: 0 keeps nothing in memory, or more")
         if self.parent == "ram" and self.compress != "auto":
             raise ValueError(
                 f'parent="ram" keeps bytes for deltas, which compress={self.compress!r} never writes'
             )
+
+
+def has_patience(timeout: object) -> bool:
+    """Whether this is a number of seconds to wait; datetime.timedelta takes no infinite ones."""
+    return isinstance(timeout, int | float) and 0 < timeout <= 10**9

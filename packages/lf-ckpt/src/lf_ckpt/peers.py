@@ -39,7 +39,8 @@ class Peers:
         self._ranks = dist.get_process_group_ranks(group)
         self.rank, self.world = dist.get_rank(group), len(self._ranks)
         self._lost: PeerLostError | None = None
-        self._group, self._tag = _messages_of(group, timeout)
+        self._patience = timedelta(seconds=timeout)
+        self._group, self._tag = _messages_of(group, self._patience)
 
     def round(self, mine: Json, decide: Decide) -> Json:
         """Send `mine` to rank 0, which answers every rank with its part of `decide(all)`; the answer for this rank.
@@ -98,16 +99,20 @@ class Peers:
 
     def _send(self, rank: int, data: bytes) -> None:
         size = torch.tensor([len(data)], dtype=torch.int64)
-        to, body = self._ranks[rank], torch.frombuffer(bytearray(data), dtype=torch.uint8)
-        dist.send(size, to, group=self._group, tag=self._tag)
-        dist.send(body, to, group=self._group, tag=self._tag)
+        body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
+        for tensor in (size, body):
+            self._finish(dist.isend(tensor, self._ranks[rank], group=self._group, tag=self._tag))
 
     def _receive(self, rank: int) -> bytes:
         size = torch.empty(1, dtype=torch.int64)
-        dist.recv(size, self._ranks[rank], group=self._group, tag=self._tag)
+        self._finish(dist.irecv(size, self._ranks[rank], group=self._group, tag=self._tag))
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, self._ranks[rank], group=self._group, tag=self._tag)
+        self._finish(dist.irecv(data, self._ranks[rank], group=self._group, tag=self._tag))
         return data.numpy().tobytes()
+
+    def _finish(self, work: dist.Work | None) -> None:
+        assert work is not None  # None is for ranks outside the group
+        work.wait(self._patience)
 
 
 @dataclass
@@ -118,24 +123,25 @@ class _Messages:
     tag: int = 0
 
 
-_messages: weakref.WeakKeyDictionary[ProcessGroup, dict[float, _Messages]] = weakref.WeakKeyDictionary()
+_messages: weakref.WeakKeyDictionary[ProcessGroup, _Messages] = weakref.WeakKeyDictionary()
 
 
-def _messages_of(group: ProcessGroup, timeout: float) -> tuple[ProcessGroup, int]:
-    """A Gloo group of the same ranks, and a tag of its own on it.
+def _messages_of(group: ProcessGroup, patience: timedelta) -> tuple[ProcessGroup, int]:
+    """A Gloo group of the same ranks, and a tag of its own on it. patience: until all ranks have come to make it.
 
     The Gloo group lives as long as the training's: torch names such groups by their ranks, so a second one made after
-    the first was destroyed finds the addresses of the first in the rendezvous store and hangs.
+    the first was destroyed finds the addresses of the first in the rendezvous store and hangs. There is one, whatever
+    the timeouts of its stores: ranks that make another one, for theirs differ, would wait for those that do not.
     """
-    made = _messages.setdefault(group, {})
-    if timeout not in made:
+    if group not in _messages:
         # Only the members call this: ranks outside `group` need not know that there is a store.
-        ranks, patience = dist.get_process_group_ranks(group), timedelta(seconds=timeout)
-        made[timeout] = _Messages(
+        ranks = dist.get_process_group_ranks(group)
+        _messages[group] = _Messages(
             dist.new_group(ranks, patience, backend="gloo", use_local_synchronization=True)
         )
-    made[timeout].tag += 1
-    return made[timeout].group, made[timeout].tag
+    made = _messages[group]
+    made.tag += 1
+    return made.group, made.tag
 
 
 def join(group: ProcessGroup | None, timeout: float) -> Peers | None:

@@ -25,8 +25,10 @@ def owner_of(name: str) -> int | None:
 
 def stored_name(per_rank: Collection[str], rank: int) -> Callable[[str], str]:
     """Function from names to names in the store: those in `per_rank`, or below one of them (`rng` covers `rng.torch`
-    and `rng/torch`), become the rank's own.
+    and `rng/torch`), become the rank's own. ValueError for a text, whose letters would be taken for names.
     """
+    if isinstance(per_rank, str):
+        raise ValueError(f"per_rank={per_rank!r}: a list of names, as [{per_rank!r}]")
     exact = frozenset(per_rank)
     below = tuple(f"{name}{mark}" for name in per_rank for mark in "./")
     return lambda name: f"rank-{rank}/{name}" if name in exact or name.startswith(below) else name

@@ -113,8 +113,10 @@ class StepLoader:
         """Load on every rank or on none."""
         if self._peers is None:
             return self._load(folder, wanted)
-        what = f"step {_step_of(folder)} was not loaded on any rank"
-        return together(self._peers, what, lambda ready: self._load(folder, wanted, ready))
+        step = _step_of(folder)
+        what = f"step {step} was not loaded on any rank"
+        done = f"step {step} was not loaded on all ranks (here it was, so that `into` holds it)"
+        return together(self._peers, what, lambda ready: self._load(folder, wanted, ready), done)
 
     def _load(self, folder: str, wanted: Wanted, ready: Callable[[], None] = lambda: None) -> Loaded:
         with StepReader(self._catalog.files, self._catalog.steps, folder) as reader:

@@ -34,15 +34,14 @@ from .step_loader import StepLoader
 from .storage import Storage
 from .team import Alone, Together
 from .turns import Turn
-from .voting import together
+from .voting import agree, telling, together
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
 
 _log = logging.getLogger("lf_ckpt")
 STEP_LIMIT = 10**18
-_READERS = 4  # reads in flight; also on a machine of fewer cores, as they mostly wait for the disk
-_SCANS = 3  # a writer may retire every step that was listed before a reader opens it
+OPENING = ("opening for writing", "opening for reading")  # what all ranks of a group must want alike
 
 
 class Store:
@@ -55,9 +54,10 @@ class Store:
         files: Storage | None,
         group: ProcessGroup | None = None,
     ) -> None:
-        if sys.byteorder != "little":
-            raise CkptError("lf-ckpt stores little-endian bytes and needs a little-endian machine")
-        storage, where = locate(path, options.mode, files)
+        with telling(group, options.group_timeout, OPENING[bool(options.read_only)]):
+            if sys.byteorder != "little":
+                raise CkptError("lf-ckpt stores little-endian bytes and needs a little-endian machine")
+            storage, where = locate(path, options.mode, files)
         self.path = where if "://" not in os.fspath(path) else os.fspath(path)
         self.options = options
         self._catalog = Catalog(storage, where)
@@ -75,7 +75,9 @@ class Store:
             if self._peers is None:
                 self._open()
             else:
+                agree(self._peers, OPENING[bool(options.read_only)], None, lambda: None)
                 together(self._peers, f"{self.path} was not opened", self._open)
+                agree(self._peers, f"use of store {self._catalog.store_id}", None, lambda: None)
         except BaseException:
             self._let_go()
             raise
@@ -112,8 +114,8 @@ class Store:
         RankFailedError and PeerLostError in a group, and CkptError on a closed or read-only store or in a forked child.
         """
         self._writable()
-        name = str if self._peers is None else stored_name(per_rank, self._peers.rank)
         try:
+            name = str if self._peers is None else stored_name(per_rank, self._peers.rank)
             optimizers = _checked(step, overlap, fence)
         except BaseException as error:
             with self._turn:

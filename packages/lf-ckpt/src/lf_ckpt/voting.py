@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from .errors import CkptError, CorruptError, PeerLostError, RankFailedError
 from .jsonio import Json
 from .loading import is_damage
-from .peers import Peers
+from .peers import Peers, join
+
+if TYPE_CHECKING:
+    from torch.distributed import ProcessGroup
 
 T = TypeVar("T")
 
@@ -21,6 +24,19 @@ class Verdict:
 
     reasons: dict[int, str]
     damage: bool
+
+
+@contextmanager
+def telling(group: ProcessGroup | None, timeout: float, wish: str) -> Iterator[None]:
+    """An error in here, before this rank has joined the others, reaches those that wait in `agree` for `wish`."""
+    try:
+        yield
+    except BaseException as error:
+        with suppress(CkptError, RuntimeError):  # the error of this rank is the one to show
+            peers = join(group, timeout)
+            if peers is not None:
+                peers.round(_first(wish, error), lambda told: _all_wish(told, wish, lambda: None))
+        raise
 
 
 def vote(peers: Peers, error: BaseException | None) -> Verdict:
@@ -44,13 +60,10 @@ def agree(peers: Peers, wish: str, error: BaseException | None, answer: Callable
     wish: what this rank is about to do, which must be the same everywhere. error: why this rank cannot even begin.
     Raises `error` on the rank that has one and RankFailedError on the others: none of them waits for it in vain.
     """
-    mine = {"error": None if error is None else f"{type(error).__name__}: {error}", "wish": wish}
+    mine = _first(wish, error)
 
     def decide(told: list[Any]) -> list[Json]:
-        failed = {rank: value["error"] for rank, value in enumerate(told) if value["error"] is not None}
-        if not failed and any(value["wish"] != wish for value in told):
-            failed = {rank: f"wants {value['wish']}" for rank, value in enumerate(told)}
-        return [{"failed": failed, "answer": None if failed else answer()}] * peers.world
+        return _all_wish(told, wish, answer)
 
     if error is not None:
         with suppress(CkptError):
@@ -64,14 +77,29 @@ def agree(peers: Peers, wish: str, error: BaseException | None, answer: Callable
     return agreed["answer"]
 
 
-def together(peers: Peers, what: str, attempt: Callable[[Callable[[], None]], T]) -> T:
+def _first(wish: str, error: BaseException | None) -> Json:
+    return {"error": None if error is None else f"{type(error).__name__}: {error}", "wish": wish}
+
+
+def _all_wish(told: list[Any], wish: str, answer: Callable[[], Json]) -> list[Json]:
+    """Rank 0: `answer()` for all, or why not."""
+    failed = {rank: value["error"] for rank, value in enumerate(told) if value["error"] is not None}
+    if not failed and any(value["wish"] != wish for value in told):
+        failed = {rank: f"wants {value['wish']}" for rank, value in enumerate(told)}
+    return [{"failed": failed, "answer": None if failed else answer()}] * len(told)
+
+
+def together(
+    peers: Peers, what: str, attempt: Callable[[Callable[[], None]], T], done: str | None = None
+) -> T:
     """Run `attempt` on every rank, or fail on every rank.
 
     `attempt` gets a function to call once, before it changes anything: nobody goes beyond it before all are there.
+    what, done: the failure in words, and where it came too late for this rank, which has done its part.
     Raises this rank's own error when all that failed did so for damaged files, else RankFailedError.
     """
 
-    def require(verdict: Verdict) -> None:
+    def require(verdict: Verdict, what: str = what) -> None:
         if verdict.reasons:
             raise RankFailedError(what, verdict.reasons, verdict.damage)
 
@@ -84,5 +112,5 @@ def together(peers: Peers, what: str, attempt: Callable[[Callable[[], None]], T]
         if not verdict.damage and isinstance(error, CorruptError | OSError):
             require(verdict)
         raise
-    require(vote(peers, None))
+    require(vote(peers, None), done or what)
     return result
