@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import io
+import math
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -21,11 +23,11 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ..boxes import Box
-from ..dtypes import dtype_of
+from ..dtypes import ITEM_SIZE, dtype_of
 from ..errors import CkptError, UnsupportedError
 from ..filling import Filler
 from ..loading import entries_by_name
-from ..local import Window, require_memory
+from ..local import Window, batches, require_memory
 from ..manifest import Manifest, TensorEntry
 from ..opening import open as open_store
 from ..reader import StepReader
@@ -34,6 +36,7 @@ from .naming import MAPPING, PICKLE, mapping_of, names_a_step, step_of
 from .planners import LfLoadPlanner, to_json
 
 _THREADS = 4
+_GROUP_BYTES: Final = 256 << 20  # long enough that its end, where the threads run dry, costs nothing
 
 
 class LfStorageReader(StorageReader):
@@ -95,11 +98,13 @@ class LfStorageReader(StorageReader):
                     f"{self._store.path}: step {self._manifest.step} was saved again while it was read"
                 )
             entries = entries_by_name(reader.manifest)
+            for group in _groups(plan.items, entries):
+                _load_tensors(
+                    [_target(i, planner, entries[i.storage_index.fqn]) for i in group], planner, filler
+                )
             for item in plan.items:
                 if item.type == LoadItemType.BYTE_IO:
                     self._load_value(item, planner, filler, reader.manifest)
-                else:
-                    _load_tensor(item, planner, filler, entries[item.storage_index.fqn])
         done: Future[None] = Future()
         done.set_result(None)
         return done
@@ -143,15 +148,49 @@ def _described(entry: TensorEntry) -> TensorStorageMetadata:
     return TensorStorageMetadata(properties, torch.Size(entry.shape), chunks)
 
 
-def _load_tensor(item: ReadItem, planner: LoadPlanner, filler: Filler, entry: TensorEntry) -> None:
-    """Fill a part of a tensor of the state dict from a part of a stored chunk; another dtype is converted."""
-    target = planner.resolve_tensor(item).detach()
-    require_memory(item.dest_index.fqn, target)
+class _Target(NamedTuple):
+    """A part of a tensor of the state dict, the part of the saved one that goes there, and where it is decoded to: in
+    place, or beside it where the dtypes differ."""
+
+    item: ReadItem
+    tensor: torch.Tensor
+    entry: TensorEntry
+    window: Window
+
+
+def _groups(items: Sequence[ReadItem], entries: Mapping[str, TensorEntry]) -> Iterator[list[ReadItem]]:
+    """Cut the tensors of a plan into runs to read at a time: a planner may make memory for each that it resolves."""
+    group: list[ReadItem] = []
+    held = 0
+    for item in items:
+        if item.type == LoadItemType.BYTE_IO:
+            continue
+        group.append(item)
+        held += math.prod(item.lengths) * ITEM_SIZE[entries[item.storage_index.fqn].dtype]
+        if held >= _GROUP_BYTES:
+            yield group
+            group, held = [], 0
+    yield group
+
+
+def _target(item: ReadItem, planner: LoadPlanner, entry: TensorEntry) -> _Target:
+    tensor = planner.resolve_tensor(item).detach()
+    require_memory(item.dest_index.fqn, tensor)
     offsets = item.storage_index.offset or (0,) * len(entry.shape)
     box = Box(tuple(a + b for a, b in zip(offsets, item.storage_offsets, strict=True)), tuple(item.lengths))
-    same = target.dtype == dtype_of(entry.dtype)
-    place = target if same else torch.empty(box.shape, dtype=dtype_of(entry.dtype))
-    filler.fill_window(entry, Window(place, box))
-    if not same:
-        target.copy_(place)
-    planner.commit_tensor(item, target)
+    dtype = dtype_of(entry.dtype)
+    place = tensor if tensor.dtype == dtype else torch.empty(box.shape, dtype=dtype)
+    return _Target(item, tensor, entry, Window(place, box))
+
+
+def _load_tensors(targets: Sequence[_Target], planner: LoadPlanner, filler: Filler) -> None:
+    """Fill parts of tensors of the state dict, many at once but for those that share memory; others are converted."""
+    for batch in batches([target.tensor for target in targets]):
+        with filler.together():
+            for number in batch:
+                filler.fill_window(targets[number].entry, targets[number].window)
+        for number in batch:
+            item, tensor, _, window = targets[number]
+            if window.local is not tensor:
+                tensor.copy_(window.local)
+            planner.commit_tensor(item, tensor)
