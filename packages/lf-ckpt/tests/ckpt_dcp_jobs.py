@@ -8,9 +8,10 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from ckpt_group_jobs import Bits, full_bits, trained
+from ckpt_states import bits
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import lf_ckpt
 from lf_ckpt.dcp import LfLoadPlanner, LfSavePlanner, LfStorageReader, LfStorageWriter
@@ -98,3 +99,25 @@ def read_a_store_save(rank: int, path: str) -> tuple[list[int], str]:
     dcp.load(into, storage_reader=LfStorageReader(path))
     missing = outcome(lambda: dcp.load({"y": torch.zeros(1)}, storage_reader=LfStorageReader(path)))
     return [int(v) for v in into["x"].full_tensor()] + [int(into["scalar"] * 2)], missing
+
+
+def save_tied(rank: int, path: str) -> tuple[int, list[bool]]:
+    """A tied pair that every rank has whole, another that is sharded, and a look-alike; bytes written by this rank
+    before padding, and whether the values came back."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    whole = torch.arange(1000.0)
+    shard = distribute_tensor(torch.arange(2000.0), mesh, [Shard(0)])
+    state = {"a": whole, "s": shard, "b": whole, "t": shard, "c": whole.clone()}
+    writer = LfStorageWriter(path)
+    dcp.save(state, checkpoint_id="1", storage_writer=writer, planner=LfSavePlanner())
+    writer.close()
+    assert writer.report is not None
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    dcp.load(into, storage_reader=LfStorageReader(path), planner=LfLoadPlanner())
+    return writer.report.bytes_raw, [
+        bits(full) == bits(other) for full, other in zip(_whole(into), _whole(state), strict=True)
+    ]
+
+
+def _whole(tensors: dict[str, Any]) -> list[torch.Tensor]:
+    return [t.full_tensor() if isinstance(t, DTensor) else t for t in tensors.values()]

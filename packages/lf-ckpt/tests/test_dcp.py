@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import json
 from pathlib import Path
 
 import ckpt_dcp_jobs as jobs
@@ -64,6 +65,19 @@ def test_a_stock_planners_pickle_is_refused_until_it_is_allowed(ranks: Ranks, tm
         assert "allow_pickle=True" in unread
     with lf_ckpt.open(tmp_path / "False", read_only=True) as store:
         assert store.steps() == ()
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_tied_tensors_are_stored_once_and_read_under_each_name(
+    ranks: Ranks, tmp_path: Path, world: int
+) -> None:
+    """DCP gives the names of tensors that all ranks have to one rank each: no rank writes both."""
+    answers = ranks.call(jobs.save_tied, world, path=str(tmp_path))
+    assert all(all(same) for _, same in answers)
+    assert sum(raw for raw, _ in answers) == 4 * (1000 + 2000 + 1000)
+    manifest = json.loads((tmp_path / "steps/1/MANIFEST").read_bytes())["body"]
+    assert manifest["aliases"] == {"b": "a", "t": "s"}
+    assert cli.main(["verify", str(tmp_path), "--deep"]) == 0
 
 
 def test_dcp_reads_what_the_store_has_saved(ranks: Ranks, tmp_path: Path) -> None:

@@ -147,7 +147,8 @@ def _common_aliases(layouts: Sequence[Layout]) -> dict[str, str]:
                 refused.add(name)
     for layout in layouts:
         refused |= {p.name for p in layout.parts if p.name in claims and p.matters}
-    kept = {name: target for name, target in claims.items() if name not in refused}
+    named = {p.name for layout in layouts for p in layout.parts}
+    kept = {name: target for name, target in claims.items() if name not in refused and target in named}
     return {name: target for name, target in kept.items() if target not in kept}
 
 

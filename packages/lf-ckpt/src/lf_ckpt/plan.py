@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -81,8 +81,7 @@ class Plan:
     """Streams by number (tensors first), tied names -> stored name, JSON items (a private copy) and metrics.
 
     tied: the streams that the aliases would be; they are not written. of_all_ranks: in a group, the items of every rank
-    count, not only those of rank 0.
-    tied: the streams that the aliases would be; they are not written. profile: that of the manifest.
+    count, not only those of rank 0. profile: that of the manifest.
     """
 
     streams: tuple[Stream, ...]
@@ -120,24 +119,32 @@ def make_plan(
     stored_name: the name in the store of a tensor or item (values that every rank keeps of its own). A DTensor gives
     its local shard.
     """
-    streams: list[Stream] = []
-    tied: list[Stream] = []
-    aliases: dict[str, str] = {}
-    first_name: dict[object, str] = {}
-    for given, tensor in tensors.items():
-        _check_tensor(given, tensor)
-        stream = _stream(stored_name(given), tensor)
-        key = _identity(stream)
-        if key is not None and key in first_name:
-            aliases[stream.name] = first_name[key]
-            tied.append(stream)
-            continue
-        first_name[key if key is not None else object()] = stream.name
-        streams.append(stream)
+    streams, tied = untie(stream_of(name, tensor, stored_name) for name, tensor in tensors.items())
+    aliases = {stream.name: first for first, stream in tied}
     blobs, plain = _split_items(items)
     streams += [Stream(stored_name(name), "U8", (), len(data), data) for name, data in blobs.items()]
     plain = {stored_name(name): value for name, value in plain.items()}
-    return Plan(tuple(streams), aliases, plain, _checked_metrics(metrics or {}), tuple(tied))
+    metrics = _checked_metrics(metrics or {})
+    return Plan(tuple(streams), aliases, plain, metrics, tuple(stream for _, stream in tied))
+
+
+def untie(
+    streams: Iterable[Stream], names: Mapping[object, str] | None = None
+) -> tuple[list[Stream], list[tuple[str, Stream]]]:
+    """Streams to write, and with the name that has the same memory those that are other names of it.
+
+    names: by `identity`, the first name of memory that has a name already.
+    """
+    first = dict(names or {})
+    alone, tied = [], []
+    for stream in streams:
+        key = identity(stream)
+        name = stream.name if key is None else first.setdefault(key, stream.name)
+        if name == stream.name:
+            alone.append(stream)
+        else:
+            tied.append((name, stream))
+    return alone, tied
 
 
 def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
@@ -161,7 +168,10 @@ def _check_tensor(name: object, tensor: object) -> None:
         raise UnsupportedError(f"{name}: an empty tensor of shape {list(tensor.shape)} cannot be made again")
 
 
-def _stream(name: str, tensor: torch.Tensor) -> Stream:
+def stream_of(given: str, tensor: torch.Tensor, stored_name: Callable[[str], str] = str) -> Stream:
+    """A tensor, or the local shard of a DTensor, as a stream; UnsupportedError for one that has no plain bytes."""
+    _check_tensor(given, tensor)
+    name = stored_name(given)
     local, box = window_of(name, tensor)
     dtype, full = name_of(tensor.dtype), tuple(tensor.shape)
     if local.numel() and not _address(local):
@@ -186,7 +196,7 @@ def _address(tensor: torch.Tensor) -> int:
         return 0
 
 
-def _identity(stream: Stream) -> object | None:
+def identity(stream: Stream) -> object | None:
     """Equal for two names of the same memory seen in the same way; None where sharing has no meaning."""
     tensor = stream.source
     if isinstance(tensor, bytes) or tensor.numel() == 0:

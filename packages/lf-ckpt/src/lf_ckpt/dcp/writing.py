@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 from typing import Any, cast
@@ -18,7 +19,7 @@ from ..dtypes import ITEM_SIZE, name_of
 from ..errors import CkptError, UnsupportedError
 from ..jsonio import Json
 from ..opening import open as open_store
-from ..plan import Plan, Stream
+from ..plan import Plan, Stream, identity, stream_of, untie
 from ..report import SaveReport
 from ..store import Store
 from .naming import MAPPING, PICKLE, mapping_item, names_a_step, step_of
@@ -127,7 +128,29 @@ class LfStorageWriter(StorageWriter):
         mapping = mapping_item(plan.planner_data)
         if mapping:
             items[f"{MAPPING}{self._store._rank}"] = mapping
-        return Plan((*streams, *blobs), {}, items, of_all_ranks=True)
+        alone, tied = untie(streams, {} if self._store._peers is None else _first_names(planner))
+        return Plan(
+            (*alone, *blobs),
+            {stream.name: first for first, stream in tied},
+            items,
+            tied=tuple(stream for _, stream in tied),
+            of_all_ranks=True,
+        )
+
+
+def _first_names(planner: SavePlanner) -> dict[object, str]:
+    """The first name of the memory of each tensor of the state dict: of tied tensors that all ranks have, DCP leaves
+    one name to this rank and another to the next, which alone look like two. Nothing for planners that may change
+    what they are given.
+    """
+    names: dict[object, str] = {}
+    if type(planner) is LfSavePlanner:
+        for name, value in planner.state_dict.items():
+            with contextlib.suppress(UnsupportedError):  # also for what is no tensor
+                key = identity(stream_of(name, value))
+                names.setdefault(key, name)
+    names.pop(None, None)
+    return names
 
 
 def _stream(item: WriteItem, planner: SavePlanner) -> Stream | None:
