@@ -14,7 +14,7 @@ from ckpt_states import assert_same, copy_of
 
 import lf_ckpt
 import lf_ckpt.fetch
-from lf_ckpt.fetch import RUN_BYTES, DirectFile, Run, aligned, empty, runs
+from lf_ckpt.fetch import RUN_BYTES, DirectFile, Run, aligned, empty, land, runs, settle
 from lf_ckpt.reader import StepReader
 
 MIB = 1 << 20
@@ -198,8 +198,10 @@ def test_a_cut_file_is_named_with_the_first_extent_that_is_missing(tmp_path: Pat
         (shard,) = reader.manifest.tensors[0].shards
         first = next(runs(reader, reader.extents_of(shard.placed)))
         assert isinstance(first, Run)
+        out = aligned(first.nbytes)
+        landed = land(first, out)
         with pytest.raises(lf_ckpt.CorruptError, match="cut") as caught:
-            lf_ckpt.fetch.read_run(first, aligned(first.nbytes), "x", verify=True)
+            settle(first, landed, out, "x", verify=True)
     assert caught.value.extent == 2
 
 

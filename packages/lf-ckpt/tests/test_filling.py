@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import threading
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -16,7 +17,7 @@ import torch
 from ckpt_states import assert_same, bits, copy_of
 
 import lf_ckpt
-from lf_ckpt import filling
+from lf_ckpt import fetch, filling
 from lf_ckpt.errors import CorruptError
 from lf_ckpt.files import FileLayer
 from lf_ckpt.filling import Filler
@@ -268,3 +269,97 @@ def test_only_tensors_that_share_memory_are_filled_apart() -> None:
     ]  # fmt: skip
     assert batches([torch.zeros(0), flat, torch.zeros(0)]) == [range(3)]
     assert batches([]) == []
+
+
+class Past(FileLayer):
+    """Direct reads on any file system."""
+
+    def open_direct_read(self, path: str) -> int | None:
+        return os.open(path, os.O_RDONLY)
+
+    def cached(self, fd: int, offset: int) -> bool:
+        return False
+
+
+class Settling:
+    """Stands for `settle`: waits while `opened` is not set; tensors in `failing` raise when another one is waiting."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *failing: str) -> None:
+        self.opened, self.begun, self.landed = (
+            threading.Event(),
+            threading.Semaphore(0),
+            threading.Semaphore(0),
+        )
+        self._settle, self._land, self._failing = filling.settle, filling.land, failing
+        monkeypatch.setattr(filling, "settle", self.settle)
+        monkeypatch.setattr(filling, "land", self.land)
+
+    def land(self, *args: Any) -> Any:
+        found = self._land(*args)
+        self.landed.release()
+        return found
+
+    def settle(self, run: Any, landed: Any, out: Any, name: str, *, verify: bool) -> None:
+        if name in self._failing:
+            assert self.begun.acquire(timeout=60)
+            raise InterruptedError("hash")
+        self.begun.release()
+        assert self.opened.wait(60)
+        self._settle(run, landed, out, name, verify=verify)
+
+
+def test_the_disk_reads_on_while_others_settle_but_only_so_far(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write(tmp_path, 0)
+    threads, gate = 2, Settling(monkeypatch)
+    loaded: list[Any] = []
+    with opened(tmp_path, Past()) as reader:
+        loader = threading.Thread(
+            target=lambda: loaded.append(load_step(reader, Wanted(io="direct"), threads))
+        )
+        loader.start()
+        for _ in range(2 * threads):  # twice as many as can be settling
+            assert gate.landed.acquire(timeout=60)
+        one_more = gate.landed.acquire(timeout=0.3)
+        gate.opened.set()
+        loader.join()
+
+    assert not one_more
+    assert_same(loaded[0].tensors, tensors())
+
+
+@pytest.mark.parametrize("memory", ["lent", "own"])
+def test_what_was_read_is_settled_before_an_error_is_raised(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, memory: str
+) -> None:
+    write(tmp_path, 0)
+    gate = Settling(monkeypatch, "t00")
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    if memory == "lent":
+        monkeypatch.setattr(fetch.DirectFile, "reaches", lambda *_: False)
+
+    with opened(tmp_path, Past()) as reader, later(gate.opened.set), pytest.raises(InterruptedError):
+        load_step(reader, Wanted(into, io="direct", precheck=False), 2)
+    then = copy_of(into)
+
+    assert bits(then["t01"]) == bits(tensors()["t01"])
+    assert not then["t40"].any()
+    lent = [fetch._lend() for _ in range(fetch._bounces.qsize())]
+    assert len({memory.ctypes.data for memory in lent}) == len(lent)  # none was given back twice
+    for one in lent:
+        fetch._bounces.put(one)
+
+
+def test_bytes_that_fail_their_hash_are_not_copied(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path, 0)
+    with next((tmp_path / "steps/1").glob("*.lfckpt")).open("r+b") as file:
+        file.seek(place_of(tmp_path, "t07"))
+        file.write(b"\xff\xff\xff")
+    into = {name: torch.zeros_like(tensor) for name, tensor in tensors().items()}
+    monkeypatch.setattr(fetch.DirectFile, "reaches", lambda *_: False)
+    with opened(tmp_path, Past()) as reader, pytest.raises(CorruptError, match="hash") as caught:
+        load_step(reader, Wanted(into, io="direct", precheck=False), 2)
+
+    assert caught.value.tensor == "t07"
+    assert not into["t07"].any()

@@ -43,6 +43,19 @@ class Run(NamedTuple):
     nbytes: int
 
 
+class Landed(NamedTuple):
+    """Bytes of a run in memory: where they belong, or `lent`, from where they still have to be copied."""
+
+    memory: Bytes
+    got: int
+    lent: Bytes | None
+
+    def give_back(self) -> None:
+        """Let the next run have the lent memory; the bytes are not looked at any more."""
+        if self.lent is not None:
+            _bounces.put(self.lent)
+
+
 class Fetch:
     """How the files of one load are read. Made when the step is open, closed before it is."""
 
@@ -123,6 +136,10 @@ class DirectFile:
             got += tail
         return got
 
+    def reaches(self, view: Bytes) -> bool:
+        """Whether the device can write all of `view`, as far as is known."""
+        return not (view.size % ALIGN or view.ctypes.data % _ALIGNMENTS[self._alignment])
+
     def close(self) -> None:
         """Close the descriptor."""
         self._files.close(self._fd)
@@ -185,20 +202,39 @@ def runs(reader: StepReader, extents: Iterable[Found]) -> Iterator[Run | Found]:
         yield run
 
 
-def read_run(run: Run, out: Bytes, name: str, *, verify: bool) -> None:
-    """Read a run into `out`, (run.nbytes,) uint8, and hash each of its extents."""
-    got = run.file.read(out, run.file.extents[run.first].place)
+def land(run: Run, out: Bytes | None) -> Landed:
+    """Read a run into `out`, (run.nbytes,) uint8, or into lent memory where that cannot be done or is not wanted.
+
+    A run that the device cannot write where it belongs is not copied yet: its thread is better off with the next read.
+    """
+    direct, place = run.file.direct, run.file.extents[run.first].place
+    if out is not None and not (isinstance(direct, DirectFile) and not direct.reaches(out)):
+        return Landed(out, run.file.read(out, place), None)
+    lent = _lend()
+    try:
+        # Up to the edge of a block: what follows the last extent is padding.
+        return Landed(lent, run.file.read(lent[: align(run.nbytes)], place), lent)
+    except BaseException:
+        _bounces.put(lent)
+        raise
+
+
+def settle(run: Run, landed: Landed, out: Bytes | None, name: str, *, verify: bool) -> None:
+    """Hash each extent of a run, and copy it to `out` if it is not there yet. Raises CorruptError."""
     at = 0
     for number in range(run.first, run.first + run.extents):
         extent = run.file.extents[number]
         end = at + extent.raw_bytes
-        if end > got:
+        if end > landed.got:
             raise CorruptError(
                 run.file.path, "file is cut", tensor=name, extent=number, offset=extent.place,
-                expected=extent.stored_bytes, found=max(got - at, 0),
+                expected=extent.stored_bytes, found=max(landed.got - at, 0),
             )  # fmt: skip
+        data = landed.memory[at:end]
         if verify:
-            run.file.check_hash(number, out[at:end], name, raw=True)
+            run.file.check_hash(number, data, name, raw=True)
+        if landed.lent is not None and out is not None:
+            out[at:end] = data
         at = end
 
 
@@ -249,14 +285,18 @@ def _why_cached(files: Iterable[OpenFile]) -> str:
     return ""
 
 
+def _lend() -> Bytes:
+    """Aligned memory of RUN_BYTES, to be put back into `_bounces`. As many are kept, for the process, as were lent at
+    once: fresh pages cost more than what is copied through them."""
+    try:
+        return _bounces.get_nowait()
+    except queue.Empty:
+        return np.frombuffer(_pages(RUN_BYTES), np.uint8)
+
+
 @contextlib.contextmanager
 def _bounce() -> Iterator[Bytes]:
-    """Aligned memory of RUN_BYTES. As many are kept, for the process, as threads have read at once: fresh pages cost
-    more than what is copied through them."""
-    try:
-        memory = _bounces.get_nowait()
-    except queue.Empty:
-        memory = np.frombuffer(_pages(RUN_BYTES), np.uint8)
+    memory = _lend()
     try:
         yield memory
     finally:

@@ -9,7 +9,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from functools import partial
 from types import TracebackType
-from typing import TypeAlias, TypeVar
+from typing import TypeAlias
 
 import numpy as np
 import torch
@@ -17,7 +17,7 @@ import torch
 from .boxes import Box, relative
 from .codec import Bytes
 from .dtypes import dtype_of
-from .fetch import Fetch, ReadIo, Run, aligned, read_run, runs
+from .fetch import Fetch, Landed, ReadIo, Run, aligned, land, runs, settle
 from .format import EXTENT_BYTES, Extent
 from .local import Window
 from .manifest import BlobEntry, TensorEntry
@@ -28,7 +28,7 @@ from .windows import Needed, needed, part_of, scatter
 
 Found: TypeAlias = tuple[OpenFile, int, Extent]
 Put: TypeAlias = Callable[[torch.Tensor, int], None]
-P = TypeVar("P")
+Out: TypeAlias = Bytes | None
 _AHEAD = 8  # parts waiting per thread: enough to keep all busy, few enough to hold for a state of any size
 _local = threading.local()
 
@@ -42,7 +42,12 @@ class Filler:
         self.bytes_read = 0
         self._threads = threads
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load")
-        self._pending: deque[Future[None]] = deque()
+        # Threads that only read keep the disk busy while others hash and copy: a quarter of the time of a cold load.
+        self._reads = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-read")
+        self._room = threading.Semaphore(
+            2 * threads
+        )  # runs read and not settled: what bounds the lent memory
+        self._pending: deque[Future[Future[None] | None]] = deque()
         self._gathering = False
         self._rings: dict[torch.device, Ring] = {}
 
@@ -52,7 +57,8 @@ class Filler:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        # The threads go first: after an error some may still be queueing copies.
+        # The threads go first: after an error some may still be queueing copies. Who reads may wait for who settles.
+        self._reads.shutdown(wait=True, cancel_futures=True)
         self._pool.shutdown(wait=True, cancel_futures=True)
         self._fetch.close()
         for ring in self._rings.values():
@@ -109,10 +115,11 @@ class Filler:
 
     def check(self, name: str, extents: Iterable[Found]) -> None:
         """Hash the stored bytes of these extents."""
-        self._each(extents, lambda file, number, _: self._check(file, number, name))
 
-    def _check(self, file: OpenFile, number: int, name: str) -> None:
-        self.reader.check(file, number, _scratch()[0], name)
+        def single(file: OpenFile, number: int, _: Extent) -> None:
+            self.reader.check(file, number, _scratch()[0], name)
+
+        self._each(extents, lambda run: (run, None, name, True), single)
 
     def _ring_for(self, device: torch.device) -> Ring | None:
         if device.type == "cpu":
@@ -124,25 +131,54 @@ class Filler:
         ring.lane.follow()
         return ring
 
-    def _each(self, extents: Iterable[Found], job: Callable[[OpenFile, int, Extent], None]) -> None:
-        """Run `job` for every extent."""
+    def _each(
+        self,
+        extents: Iterable[Found],
+        whole: Callable[[Run], tuple[Run, Out, str, bool]] | None,
+        single: Callable[[OpenFile, int, Extent], None],
+    ) -> None:
+        """Run `single` for every extent; raw ones side by side go to `_read` as `whole` says, where it is given."""
         found = list(extents)
         self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
-        self._spread(lambda extent: job(*extent), found)
-
-    def _spread(self, job: Callable[[P], None], parts: Iterable[P]) -> None:
-        """Run `job` for each part in the threads."""
-        for part in parts:
+        for part in found if whole is None else runs(self.reader, found):
             self._arrive(_AHEAD * self._threads - 1)
-            self._pending.append(self._pool.submit(job, part))
+            if not isinstance(part, Run):
+                job: Future[Future[None] | None] = self._pool.submit(single, *part)
+            elif whole is not None:
+                pool = self._pool if part.file.direct is None else self._reads
+                job = pool.submit(self._read, *whole(part))
+            self._pending.append(job)
         if not self._gathering:
             self._arrive()
+
+    def _read(self, run: Run, out: Out, name: str, verify: bool) -> Future[None] | None:
+        """Read a run; what is left to do with it, when the reading was the disk's work and not a copy."""
+        self._room.acquire()
+        try:
+            landed = land(run, out)
+        except BaseException:
+            self._room.release()
+            raise
+        if run.file.direct is None:
+            self._settle(run, landed, out, name, verify)
+            return None
+        return self._pool.submit(self._settle, run, landed, out, name, verify)
+
+    def _settle(self, run: Run, landed: Landed, out: Out, name: str, verify: bool) -> None:
+        """What is left of `_read`."""
+        try:
+            settle(run, landed, out, name, verify=verify)
+        finally:
+            landed.give_back()
+            self._room.release()
 
     def _arrive(self, left: int = 0) -> None:
         """Wait until `left` parts are pending; the first error is raised once nothing is being filled any more."""
         try:
             while len(self._pending) > left:
-                self._pending[0].result()
+                rest = self._pending[0].result()
+                if rest is not None:
+                    rest.result()
                 self._pending.popleft()
         except BaseException:
             self._drop()
@@ -152,23 +188,23 @@ class Filler:
         """Begin nothing that still waits, and wait for what has begun."""
         for future in self._pending:
             future.cancel()
-        wait(self._pending)
+        begun = [
+            future for future in wait(self._pending).done if not (future.cancelled() or future.exception())
+        ]
+        wait([rest for future in begun if (rest := future.result()) is not None])
         self._pending.clear()
 
     def _fill(self, name: str, extents: Iterable[Found], out: Bytes) -> None:
         """Decode a whole stream into `out`, (nbytes,) uint8."""
 
-        def job(part: Run | Found) -> None:
-            if isinstance(part, Run):
-                read_run(part, out[part.start : part.start + part.nbytes], name, verify=self.verify)
-                return
-            file, number, extent = part
+        def single(file: OpenFile, number: int, extent: Extent) -> None:
             view = out[extent.start : extent.start + extent.raw_bytes]
             self.reader.read(file, number, view, _scratch()[0], name, verify=self.verify)
 
-        found = list(extents)
-        self.bytes_read += sum(extent.raw_bytes for _, _, extent in found)
-        self._spread(job, runs(self.reader, found))
+        def whole(run: Run) -> tuple[Run, Out, str, bool]:
+            return run, out[run.start : run.start + run.nbytes], name, self.verify
+
+        self._each(extents, whole, single)
 
     def _fill_shard(
         self, name: str, part: Needed, place: torch.Tensor, dtype: torch.dtype, ring: Ring | None
@@ -196,7 +232,7 @@ class Filler:
                 self.reader.read(file, number, memory.numpy(), scratch, name, verify=self.verify)
                 ring.send(slot, lambda: put(memory.view(dtype), begin))
 
-        self._each(part.extents, job)
+        self._each(part.extents, None, job)
 
 
 def flat_bytes(tensor: torch.Tensor) -> Bytes:

@@ -19,7 +19,9 @@ from .report import Loaded
 from .voting import agree, together
 
 _log = logging.getLogger("lf_ckpt")
-_READERS = 4  # reads in flight; also on a machine of fewer cores, as they mostly wait for the disk
+_READERS = (
+    4  # reads in flight, and as many threads that hash, copy and decode; on few cores, too: they often wait
+)
 _SCANS = 3  # a writer may retire every step that was listed before a reader opens it
 
 
