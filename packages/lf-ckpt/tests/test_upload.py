@@ -157,6 +157,8 @@ def test_an_upload_that_keeps_failing_is_raised_at_the_next_call_and_costs_no_st
         assert_same(store.load().tensors, STATES[1])
         with pytest.raises(lf_ckpt.UploadError):
             save(store, *[2] * 1000)  # the thread tries again behind them
+        with pytest.raises(lf_ckpt.UploadError):
+            store.wait_uploaded()  # also for a try that has begun before the network comes back
         remote.refuse = None
         save(store, 3)
         store.wait_uploaded()

@@ -58,6 +58,12 @@ class Catalog:
         self.store_id = ""
         self.follower: Follower | None = None
 
+    def stand_alone(self) -> None:
+        """CkptError for a folder inside a store: files in there would keep its steps from ever being retired."""
+        around = self._around()
+        if around:
+            raise CkptError(f"{self.path}: is a folder of the store {around}; open that")
+
     def create(self, store_id: str | None = None) -> None:
         """Make the directory and FORMAT where they are missing; a new store gets `store_id`, or one of its own."""
         self.make_folder(self.steps)
@@ -70,8 +76,19 @@ class Catalog:
         try:
             data = read_all(self.files, path, FORMAT_LIMIT)
         except (FileNotFoundError, NotADirectoryError) as error:
-            raise CkptError(f"{self.path}: not a checkpoint store (no FORMAT file)") from error
+            around = self._around()
+            what = f"a folder of the store {around}; open that" if around else "no FORMAT file"
+            raise CkptError(f"{self.path}: not a checkpoint store ({what})") from error
         self.store_id = parse_format(data, path)
+
+    def _around(self) -> str:
+        """The store that this is the folder of the steps of, or of a step; "" when it is none."""
+        above = os.path.dirname(self.path)
+        for steps in (self.path, above):
+            store = os.path.dirname(steps)
+            if os.path.basename(steps) == "steps" and self.files.exists(os.path.join(store, "FORMAT")):
+                return "" if self.files.exists(os.path.join(self.path, "FORMAT")) else store
+        return ""
 
     def folders(self) -> list[str]:
         """Folders of committed steps, oldest first; their MANIFEST may still turn out damaged."""

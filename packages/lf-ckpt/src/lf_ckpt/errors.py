@@ -161,4 +161,19 @@ class MismatchError(CkptError):
             for title, names in (("missing", missing), ("unexpected", unexpected), ("mismatched", mismatched))
             if names
         ]
-        super().__init__("checkpoint does not fit; " + "; ".join(parts) + " (strict=False takes what fits)")
+        hint = _prefix_hint(self.missing, self.unexpected)
+        super().__init__(f"checkpoint does not fit; {'; '.join(parts)} ({hint}strict=False takes what fits)")
+
+
+def _prefix_hint(missing: Sequence[str], unexpected: Sequence[str]) -> str:
+    """Words for names that differ in what they begin with alone, as of a wrapper's "module."; "" for others."""
+    for begins, longer, shorter in (
+        ("the saved names", unexpected, missing),
+        ("these names", missing, unexpected),
+    ):
+        known = set(longer)
+        for name in longer if shorter else ():
+            prefix = name.removesuffix(shorter[0])
+            if prefix and prefix != name and all(prefix + other in known for other in shorter):
+                return f"{begins} begin with {prefix!r}: use map_names, or lf_ckpt.restore for a module; "
+    return ""

@@ -35,7 +35,7 @@ DELTAS: Final = frozenset({XOR, SUB, CHANGED, DIRTY})  # stored bytes that decod
 
 # The first byte is not ASCII and the line ends would be damaged by a text-mode transfer, as in PNG.
 _MAGIC: Final = b"\x89LFC\r\n\x1a\n"
-_END_MAGIC: Final = b"\x89LFCEND\n"
+END_MAGIC: Final = b"\x89LFCEND\n"
 _HEADER: Final = struct.Struct("<8sHHIIIIIQII16s16s")
 _TRAILER: Final = struct.Struct("<8sQQQQ16s32s32s")
 _RECORD: Final = struct.Struct("<IBBHQIIQ16s16s")
@@ -114,14 +114,14 @@ def parse_header(data: bytes, path: str) -> Header:
 
 def pack_trailer(trailer: Trailer) -> bytes:
     """128 bytes."""
-    fixed = _TRAILER.pack(_END_MAGIC, *trailer[:5], trailer.parent_root or _NO_PARENT, b"")
+    fixed = _TRAILER.pack(END_MAGIC, *trailer[:5], trailer.parent_root or _NO_PARENT, b"")
     return _summed(fixed.ljust(TRAILER_BYTES - _SUM.size, b"\0"))
 
 
 def parse_trailer(data: bytes, file_bytes: int, path: str) -> Trailer:
     """Check the last 128 bytes of `path` against its length."""
     at = file_bytes - TRAILER_BYTES
-    if len(data) != TRAILER_BYTES or data[:8] != _END_MAGIC:
+    if len(data) != TRAILER_BYTES or data[:8] != END_MAGIC:
         raise CorruptError(path, "no trailer; the file is cut or unfinished", offset=max(at, 0))
     _check_sum(data, path, at, "trailer")
     _, index_offset, index_bytes, extents, size, index_hash, parent, _ = _TRAILER.unpack_from(data)

@@ -57,7 +57,7 @@ def encode_item(value: Json, where: str) -> Json:
         return [encode_item(element, f"{where}[{i}]") for i, element in enumerate(value)]
     if isinstance(value, Mapping):
         return {_escape(key, where): encode_item(element, f"{where}.{key}") for key, element in value.items()}
-    hint = "put tensors in `tensors`; give the rest as JSON data or bytes"
+    hint = "put tensors in `tensors`; give the rest as JSON data or bytes, or through lf_ckpt.pack"
     raise UnsupportedError(f"item {where}: {type(value).__name__} cannot be stored; {hint}")
 
 

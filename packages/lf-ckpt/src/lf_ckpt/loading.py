@@ -47,6 +47,10 @@ class Wanted:
             raise ValueError(
                 f"rank={self.rank!r}: the number of the rank whose own values to take, 0 or more"
             )
+        if self.into is not None and not isinstance(self.into, Mapping):
+            raise ValueError(
+                f"into: {type(self.into).__name__} is no mapping; lf_ckpt.restore fills a module"
+            )
         if not (self.precheck or self.strict):
             raise ValueError(
                 "precheck=False needs strict=True: a fallback must overwrite all that was filled"

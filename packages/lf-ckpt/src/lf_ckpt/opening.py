@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 def open(
     path: str | os.PathLike[str],
     *,
-    keep: Sequence[Rule] = (),
+    keep: Rule | Sequence[Rule] = (),
     on_error: OnError = "raise",
     full_every: int = 8,
     slab_bytes: int | None = None,
@@ -53,7 +53,7 @@ def open(
 ) -> Store:
     """Open the store at `path`, made if missing, as its one writer (or as one of many readers).
 
-    keep: retention rules joined with "or"; none keeps every step.
+    keep: a retention rule, or several joined with "or"; none keeps every step.
     on_error: what a failed background save does at the next call: raise, or log a warning.
     full_every: a new base after that many deltas; 0 saves full steps only.
     slab_bytes: staging memory. None takes what the state needs, up to a quarter of free memory. With less than the
@@ -84,7 +84,7 @@ def open(
     patience = group_timeout if has_patience(group_timeout) else GROUP_TIMEOUT
     with telling(group, patience, OPENING[bool(read_only)]):
         options = Options(
-            keep=tuple(keep),
+            keep=(keep,) if hasattr(keep, "wanted") else tuple(keep),  # a rule alone is a list of one
             on_error=on_error,
             full_every=full_every,
             slab_bytes=slab_bytes,

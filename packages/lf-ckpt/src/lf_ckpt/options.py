@@ -60,6 +60,9 @@ class Options:
         ):
             if value not in choices:
                 raise ValueError(f"{name}={value!r}: choose {' or '.join(choices)}")
+        for rule in self.keep:
+            if isinstance(rule, type) or not callable(getattr(rule, "wanted", None)):
+                raise ValueError(f"keep: {rule!r} is no rule; give a list, as [lf_ckpt.Last(3)]")
         if self.read_only and self.upload is not None:
             raise ValueError("upload= is for the writer; leave it out with read_only=True")
         if self.full_every < 0:

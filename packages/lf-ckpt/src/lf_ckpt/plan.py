@@ -119,6 +119,7 @@ def make_plan(
     stored_name: the name in the store of a tensor or item (values that every rank keeps of its own). A DTensor gives
     its local shard.
     """
+    _check_mapping(tensors)
     streams, tied = untie(stream_of(name, tensor, stored_name) for name, tensor in tensors.items())
     aliases = {stream.name: first for first, stream in tied}
     blobs, plain = _split_items(items)
@@ -155,10 +156,19 @@ def chunks(sizes: Sequence[int], chunk_bytes: int) -> Iterator[Chunk]:
             yield Chunk(number, start, min(chunk_bytes, size - start))
 
 
+def _check_mapping(tensors: object) -> None:
+    if not isinstance(tensors, Mapping):
+        hint = "lf_ckpt.collect(model, optimizer) makes them of a module"
+        raise UnsupportedError(f"tensors: {type(tensors).__name__} is no mapping of names to tensors; {hint}")
+
+
 def _check_tensor(name: object, tensor: object) -> None:
     if not isinstance(name, str):
         raise UnsupportedError(f"tensor name {name!r} is not a string")
     checked_text(name, "tensor name")
+    if isinstance(tensor, Mapping):
+        hint = "lf_ckpt.collect(model, optimizer) names what modules and optimizers hold"
+        raise UnsupportedError(f"{name}: {type(tensor).__name__}, but names are flat; {hint}")
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor; put it in `items`")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":

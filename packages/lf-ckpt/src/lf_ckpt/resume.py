@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+
 import torch
 from torch import nn
 
@@ -10,6 +12,8 @@ from .naming import MapNames
 from .state import restore
 from .store import Store
 from .typed import Stateful
+
+_log = logging.getLogger("lf_ckpt")
 
 
 def resume(
@@ -25,7 +29,8 @@ def resume(
 ) -> int:
     """Load the newest step that verifies, `restore` it and return its number; 0 when the store holds no step at all.
 
-    A store that has steps of which none verifies raises NoCheckpointError: that is no fresh start. Raises what `load`
+    A store that has steps of which none verifies raises NoCheckpointError: that is no fresh start. Saved state that is
+    not asked for (the optimizer's, without `optimizer`) is logged. Raises what `load`
     and `restore` raise.
     """
     try:
@@ -34,7 +39,7 @@ def resume(
         if error.fallbacks:
             raise
         return 0
-    restore(
+    report = restore(
         model,
         optimizer,
         loaded,
@@ -44,4 +49,12 @@ def resume(
         rng=rng,
         map_names=map_names,
     )
+    # Unlike after `restore`, nobody can take the generators from `loaded` later.
+    left = [*report.unused, *(["rng"] if "rng.torch" in loaded.tensors and not rng else [])]
+    if left:
+        # Not an error: who fine-tunes wants the weights alone. Who forgot the optimizer must hear of it.
+        _log.warning(
+            "%s: step %d holds the state of %s, which was not asked for and is not restored",
+            store.path, loaded.step, ", ".join(left),
+        )  # fmt: skip
     return loaded.step

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .errors import CkptError, MismatchError
+from .errors import CkptError, MismatchError, UnsupportedError
 from .jsonio import Json
 from .local import require_memory
 from .naming import Fitting, Kind, MapNames, Match, match, rename
@@ -48,7 +48,7 @@ class RestoreReport:
 
     groups_kept: live groups whose members differ from every saved one. renamed: (saved, present) name of a parameter or
     buffer. reshaped, cast: "name: saved -> live". unused: saved state of a scheduler, scaler or loader that was not
-    asked for.
+    asked for; "optimizer" likewise.
     """
 
     missing: tuple[str, ...] = ()
@@ -153,12 +153,17 @@ def restore(
         plan.match.renamed,
         plan.match.reshaped,
         plan.match.cast,
-        tuple(name for name in _STATEFUL if name in state.items and name not in asked),
+        (
+            *(n for n in _STATEFUL if n in state.items and n not in asked),
+            *(["optimizer"] if optimizer is None and "optim.groups" in state.items else []),
+        ),
     )
 
 
 def unwrap(model: nn.Module) -> nn.Module:
     """The module inside DistributedDataParallel, DataParallel and torch.compile wrappers."""
+    if not isinstance(model, nn.Module):
+        raise UnsupportedError(f"model: {type(model).__name__} is no torch.nn.Module")
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel | nn.DataParallel):
             model = model.module

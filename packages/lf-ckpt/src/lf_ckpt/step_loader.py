@@ -60,6 +60,8 @@ class StepLoader:
     def load(self, step: int | Literal["latest"], options: Callable[[], Wanted]) -> Loaded:
         """See `Store.load`. options: what to load, or the error of an argument, which reaches all ranks of a group."""
         try:
+            if step != "latest" and (isinstance(step, bool) or not isinstance(step, int)):
+                raise ValueError(f'step {step!r}: a whole number, or "latest"')
             wanted = options()
         except BaseException as error:
             self._folders(step, error)

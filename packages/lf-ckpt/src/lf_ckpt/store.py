@@ -290,6 +290,7 @@ class Store:
     def _take(self) -> None:
         catalog = self._catalog
         try:
+            catalog.stand_alone()
             catalog.make_folder(catalog.path)
             self._lock = StoreLock(catalog.files, os.path.join(catalog.path, LOCK))
             if self.options.upload is not None:

@@ -12,6 +12,7 @@ import os
 import sys
 from collections.abc import Sequence
 
+from .. import __version__
 from ..errors import CkptError, CorruptError
 from ..storage import Storage
 from . import bench, diff, export, gc, import_, ls, plot, repair, show, verify
@@ -49,6 +50,7 @@ def parser() -> argparse.ArgumentParser:
         description="Inspect, verify, compare, clean and mend checkpoint stores.",
         epilog="Exit codes: 0 good, 1 damaged, 2 usage.",
     )
+    top.add_argument("--version", action="version", version=f"lf-ckpt {__version__}")
     top.set_defaults(needs_store=True)
     commands = top.add_subparsers(required=True, metavar="COMMAND")
     for verb in VERBS:

@@ -43,6 +43,8 @@ def run(catalog: Catalog, arguments: argparse.Namespace) -> int:
         raise CkptError(f"bench: --gib {arguments.gib} is no size")
     nbytes = int(arguments.gib * (1 << 30))
     _check(nbytes, arguments.saves)
+    if not os.path.isdir(catalog.path):
+        raise CkptError(f"{catalog.path}: no such directory; bench measures the disk of one that is there")
     folder = tempfile.mkdtemp(prefix=".lf-ckpt-bench-", dir=catalog.path)
     try:
         with open_store(os.path.join(folder, "store"), compress=arguments.compress) as store:

@@ -21,7 +21,7 @@ from ..codec import Bytes
 from ..errors import CkptError, CorruptError
 from ..fetch import ReadIo
 from ..files import FileLayer
-from ..format import Header, align
+from ..format import END_MAGIC, Header, align
 from ..loading import Wanted, entries_by_name, load_step, verify_step
 from ..manifest import (
     MANIFEST_LIMIT,
@@ -72,7 +72,10 @@ def parse_footer(data: bytes, file_bytes: int, path: str) -> Footer:
     """Check the last 128 bytes of `path` against its length."""
     at = max(file_bytes - FOOTER_BYTES, 0)
     if len(data) != FOOTER_BYTES or data[:8] != _MAGIC:
-        raise CorruptError(path, "not an .lfckpt bundle, or it is cut", offset=at)
+        reason = "not an .lfckpt bundle, or it is cut"
+        if data[:8] == END_MAGIC:  # also of a bundle that was cut after its first part
+            reason += ": it ends as the data file of a step does, which is read through its store"
+        raise CorruptError(path, reason, offset=at)
     expected, found = _SUM.unpack(data[-8:])[0], xxhash.xxh3_64_intdigest(data[:-8])
     if expected != found:
         raise CorruptError(
