@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import mmap
+import os
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -202,3 +204,19 @@ def test_an_old_kernel_leaves_populating_to_the_first_copy(monkeypatch: pytest.M
     memory.wait_ready(memory.size)
     memory.tensor.fill_(1)
     memory.close()
+
+
+def test_a_forked_child_that_collects_a_slab_loses_no_memory_of_its_own() -> None:
+    """The slab is not copied to the child, which may get the addresses for something else before it collects."""
+    memory = HostMemory(1 << 20, pinned=False)
+    cycle: list[object] = [memory]
+    cycle.append(cycle)  # only the collector frees it
+    del memory, cycle
+    pid = os.fork()
+    if pid == 0:
+        own = [mmap.mmap(-1, 1 << 16, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) for _ in range(64)]
+        for each in own:
+            each[:] = b"7" * (1 << 16)
+        gc.collect()
+        os._exit(0 if all(each[0] == ord("7") for each in own) else 1)
+    assert os.waitpid(pid, 0)[1] == 0

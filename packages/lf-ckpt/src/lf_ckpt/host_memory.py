@@ -167,12 +167,26 @@ def _allocate(size: int) -> tuple[_Owner, str]:
 def _mapping(size: int) -> mmap.mmap:
     # Private, since most systems give huge pages to it and not to shared memory.
     memory = mmap.mmap(-1, size, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    _mappings.add(memory)
     # Huge pages make the first touch several times cheaper; a forked child would make each next one copy a page.
     for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK"):
         if hasattr(mmap, advice):
             with contextlib.suppress(OSError):  # a kernel without it
                 memory.madvise(getattr(mmap, advice))
     return memory
+
+
+_mappings: weakref.WeakSet[mmap.mmap] = weakref.WeakSet()
+
+
+def _keep_in_child() -> None:
+    """A forked child has the objects without their memory. It may have something else at these addresses by the time
+    when it collects them, and would unmap that: a SIGSEGV of children that fork saw under load. So it never does."""
+    for memory in tuple(_mappings):
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(memory))
+
+
+os.register_at_fork(after_in_child=_keep_in_child)
 
 
 def _register_one(device: int, address: int, count: int) -> str:
