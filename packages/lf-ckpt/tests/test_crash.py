@@ -7,6 +7,8 @@ import select
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -16,6 +18,7 @@ from ckpt_faults import KillAtByte, Volatile
 from ckpt_states import assert_same, files_under, state
 
 import lf_ckpt
+from lf_ckpt import cli
 
 SIZE = 6_000
 STATES = {
@@ -77,13 +80,15 @@ class BlockAtSync(lf_ckpt.FileLayer):
         super().sync(fd)
 
 
-def test_nothing_moves_or_goes_before_the_new_step_is_durable(tmp_path: Path) -> None:  # case A3
+@contextmanager
+def held_up(path: Path) -> Iterator[None]:
+    """A process that has committed step 1 and hangs in the first fsync of step 2, until it is killed at the end."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
             files = BlockAtSync(writer)
-            store = lf_ckpt.open(tmp_path, files=files, keep=[lf_ckpt.Last(1)])
+            store = lf_ckpt.open(path, files=files, keep=[lf_ckpt.Last(1)])
             store.save(1, STATES[1]).wait()
             files.armed = True
             store.save(2, STATES[2]).wait()
@@ -91,16 +96,34 @@ def test_nothing_moves_or_goes_before_the_new_step_is_durable(tmp_path: Path) ->
             os._exit(1)
     assert os.read(reader, 1) == b"x"
     try:
-        with lf_ckpt.open(tmp_path, read_only=True) as store:
-            assert store.latest() == 1
-            assert_same(store.load().tensors, STATES[1])
+        yield
     finally:
         os.kill(pid, signal.SIGKILL)
         os.waitpid(pid, 0)
         os.close(reader)
         os.close(writer)
 
+
+def test_nothing_moves_or_goes_before_the_new_step_is_durable(tmp_path: Path) -> None:  # case A3
+    with held_up(tmp_path), lf_ckpt.open(tmp_path, read_only=True) as store:
+        assert store.latest() == 1
+        assert_same(store.load().tensors, STATES[1])
+
     assert check_store(tmp_path, 1) == 1
+
+
+def test_what_a_living_writer_has_half_written_is_touched_by_no_one(tmp_path: Path) -> None:
+    with held_up(tmp_path):
+        before = {name: (tmp_path / name).read_bytes() for name in files_under(tmp_path)}
+        assert "steps/2/rank-0.lfckpt" in before
+        with pytest.raises(lf_ckpt.LockedError):
+            lf_ckpt.open(tmp_path)
+        assert cli.main(["gc", str(tmp_path), "--keep", "last:1"]) == 2
+        assert cli.main(["repair", str(tmp_path), "--yes"]) == 2
+        assert {name: (tmp_path / name).read_bytes() for name in files_under(tmp_path)} == before
+
+    assert check_store(tmp_path, 1) == 1
+    assert not (tmp_path / "steps/2").exists()
 
 
 def test_a_process_that_forgets_to_close_still_finishes_its_save(tmp_path: Path) -> None:
