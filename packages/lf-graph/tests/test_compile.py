@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config as functorch_config
 from torch import Tensor, nn
+from torch._inductor import compile_fx
 
-from lf_graph._compile import blocks_of, compiled, with_standard_strides
+from lf_graph._compile import Recompute, blocks_of, compile_function, compiled, with_standard_strides
 
 
 class Seen:
@@ -113,3 +117,100 @@ def test_a_stack_behind_a_convolution_runs_in_standard_strides_after_its_first_b
             x = block(x)
     assert strides[1:] == [(128, 8, 1)] * 2
     torch.testing.assert_close(x, expected)
+
+
+# -- what the backward computes again -------------------------------------------------------------------------------
+
+
+class Gated(nn.Module):
+    """A normed SwiGLU layer behind a residual sum, in the shapes of a language model's."""
+
+    def __init__(self, width: int = 16, ffn: int = 48) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(width))
+        self.gate, self.up = nn.Linear(width, ffn, bias=False), nn.Linear(width, ffn, bias=False)
+        self.down = nn.Linear(ffn, width, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6) * self.scale
+        return x + self.down(torch.nn.functional.silu(self.gate(h)) * self.up(h))
+
+
+def as_it_is(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Callable[[list[Any]], Any]:
+    """In the place of writing and compiling code, which takes seconds: the graph, run by PyTorch."""
+
+    def call(values: list[Any]) -> Any:
+        given = list(values)
+        values.clear()  # as compiled code does, so that what was kept is freed
+        return graph(*given)
+
+    call._boxed_call = True  # type: ignore[attr-defined]
+    return call
+
+
+@pytest.fixture
+def cut_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor up to and with the cut into forward and backward."""
+    monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
+
+
+def kept_and_gradients(recompute: Recompute, layers: int = 2) -> tuple[int, list[Tensor]]:
+    """Bytes that the compiled forward of a stack keeps, parameters left out, and all gradients."""
+    torch.manual_seed(0)
+    stack = nn.Sequential(*[Gated() for _ in range(layers)])
+    own = {p.untyped_storage().data_ptr() for p in stack.parameters()}
+    sizes: dict[int, int] = {}
+
+    def note(kept: Tensor) -> Tensor:
+        memory = kept.untyped_storage()
+        if memory.data_ptr() not in own:
+            sizes[memory.data_ptr()] = memory.nbytes()
+        return kept
+
+    x = torch.randn(32, 16)
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
+        loss = compile_function(stack, None, recompute)(x).square().sum()
+    return sum(sizes.values()), list(torch.autograd.grad(loss, list(stack.parameters())))
+
+
+@pytest.mark.usefixtures("cut_only")
+def test_cheap_recomputation_keeps_what_products_made_and_gives_the_same_gradients() -> None:
+    rows, width, ffn, layers = 32, 16, 48, 2
+    default, expected = kept_and_gradients("default", layers)
+    cheap, gradients = kept_and_gradients("cheap", layers)
+    assert all(map(torch.equal, gradients, expected))
+    products = rows * (2 * ffn + width) * 4  # gate, up, and the sum or what it is made of
+    assert layers * products <= cheap <= layers * (products + 8 * rows) + rows * width * 4
+    assert default - cheap >= layers * rows * (ffn + width) * 4 * 0.9  # gate times up, and the normed input
+
+
+@pytest.mark.usefixtures("cut_only")
+def test_a_share_of_memory_is_torchs_and_may_cost_products() -> None:
+    cheap, expected = kept_and_gradients("cheap")
+    least, gradients = kept_and_gradients(0.3)
+    assert least < cheap * 0.6
+    assert all(map(torch.equal, gradients, expected))
+
+
+def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """One entry for each cut: whether torch's own rules were in force."""
+    seen: list[bool] = []
+
+    def note(graph: torch.fx.GraphModule, inputs: Any, **_: Any) -> Any:
+        seen.append(functorch_config.ban_recompute_materialized_backward)
+        return graph
+
+    monkeypatch.setattr(compile_fx, "compile_fx", note)
+    return seen
+
+
+def test_code_is_shared_by_equal_settings_only_and_torchs_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen, x = cuts_of(monkeypatch), torch.ones(2)
+
+    def double(x: Tensor) -> Tensor:
+        return x * 2
+
+    for recompute in ("cheap", "cheap", "default", "cheap"):
+        compile_function(double, None, recompute)(x)
+    assert seen == [False, True]
+    assert functorch_config.ban_recompute_materialized_backward is True

@@ -6,6 +6,9 @@ share the code. The graphs hold the compiled kernels; the model itself is left a
 A compiled block gives its output the strides that eager PyTorch would, and those follow its input's. So a transposed
 input, such as the patches of a convolution, makes every block of the stack read and write transposed, and copy before
 each matrix product. Blocks are given standard strides instead: one copy at the first, none at the others.
+
+What a compiled forward keeps for its backward is decided where both are cut apart, by torch's partitioner.
+``recompute`` says how it decides.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -21,6 +25,11 @@ from torch import Tensor, nn
 from lf_graph._errors import GraphError
 
 CompileMode = Literal["off", "blocks", "model"]
+Recompute = Literal["default", "cheap"] | float
+# Two of torch's rules for time against memory are lifted: that what a product of the backward reads is kept, and that
+# what is read again far behind is. The rule against long chains stays: without it, every sum of a residual stream is
+# made from the first one, and all of them are there when the backward begins.
+_CHEAP = {"ban_recompute_materialized_backward": False, "ban_recompute_used_far_apart": False}
 # one entry per block instance and per mode (with or without gradients); torch's default of 8 is for user code
 _RECOMPILE_LIMIT = 256
 
@@ -67,8 +76,17 @@ def _captures_by_itself(module: nn.Module) -> bool:
     return bool(config and config.get("triton.cudagraphs"))
 
 
+def partitioner_settings(recompute: Recompute) -> dict[str, Any]:
+    """What ``recompute`` sets in ``torch._functorch.config`` while a graph is cut into forward and backward."""
+    if recompute == "default":
+        return {}
+    return dict(_CHEAP) if recompute == "cheap" else {"activation_memory_budget": float(recompute)}
+
+
 @contextmanager
-def compiled(units: Sequence[nn.Module], options: dict[str, Any] | None = None) -> Iterator[list[Any]]:
+def compiled(
+    units: Sequence[nn.Module], options: dict[str, Any] | None = None, recompute: Recompute = "default"
+) -> Iterator[list[Any]]:
     """Let ``units`` run compiled inside the ``with`` block; yields what must live as long as the graphs do."""
     import torch._dynamo
 
@@ -76,16 +94,39 @@ def compiled(units: Sequence[nn.Module], options: dict[str, Any] | None = None) 
     with ExitStack() as stack:
         stack.enter_context(torch._dynamo.config.patch(recompile_limit=_RECOMPILE_LIMIT))
         for unit in units:
-            fast = compile_function(unit.forward, options)
+            fast = compile_function(unit.forward, options, recompute)
             kept.append(fast)
             stack.enter_context(_replaced_forward(unit, with_standard_strides(fast)))
         yield kept
 
 
-def compile_function(fn: Callable[..., Any], options: dict[str, Any] | None = None) -> Callable[..., Any]:
+def compile_function(
+    fn: Callable[..., Any], options: dict[str, Any] | None = None, recompute: Recompute = "default"
+) -> Callable[..., Any]:
     """``fn`` compiled for fixed shapes, without graphs of Inductor's own."""
     wanted = {"triton.cudagraphs": False, **(options or {})}
-    return torch.compile(fn, dynamic=False, options=wanted)
+    if recompute == "default":
+        return torch.compile(fn, dynamic=False, options=wanted)
+    return torch.compile(fn, dynamic=False, backend=InductorWith(wanted, partitioner_settings(recompute)))
+
+
+@dataclass(frozen=True)
+class InductorWith:
+    """Inductor under settings of the partitioner, which are no options of its own.
+
+    Equal ones share their code, as Dynamo asks whether backends are equal; others never get it.
+    """
+
+    options: dict[str, Any]
+    settings: dict[str, Any]
+
+    def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
+        """Compile one graph of Dynamo's."""
+        import torch._functorch.config
+        from torch._inductor.compile_fx import compile_fx
+
+        with torch._functorch.config.patch(self.settings):
+            return compile_fx(graph, inputs, config_patches=self.options)
 
 
 def with_standard_strides(fn: Callable[..., Any]) -> Callable[..., Any]:

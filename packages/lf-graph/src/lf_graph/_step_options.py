@@ -29,7 +29,9 @@ def require_optimizer(optimizer: Any) -> None:
         raise GraphError("LBFGS calls the loss again and reads it back in every step: use torch.optim.AdamW")
 
 
-def require_options(*, accumulate: Any, max_graphs: Any, clip: Any, autocast: Any, compile: Any) -> None:
+def require_options(
+    *, accumulate: Any, max_graphs: Any, clip: Any, autocast: Any, compile: Any, recompute: Any
+) -> None:
     """Refuse options that a step cannot have.
 
     Raises:
@@ -42,6 +44,7 @@ def require_options(*, accumulate: Any, max_graphs: Any, clip: Any, autocast: An
         raise GraphError(f"clip={clip!r}: give the largest gradient norm, or 0 for no clipping")
     if compile not in get_args(CompileMode):
         raise GraphError(f"compile={compile!r}: it is one of {', '.join(map(repr, get_args(CompileMode)))}")
+    _require_recompute(recompute, compile)
     if autocast is torch.float16:
         raise GraphError(
             "autocast=torch.float16 needs a gradient scaler, which reads its verdict back at every step: use "
@@ -49,6 +52,20 @@ def require_options(*, accumulate: Any, max_graphs: Any, clip: Any, autocast: An
         )
     if autocast is not None and not isinstance(autocast, torch.dtype):
         raise GraphError(f"autocast={autocast!r}: give a dtype such as torch.bfloat16, or None")
+
+
+def _require_recompute(recompute: Any, compile: CompileMode) -> None:
+    is_number = isinstance(recompute, (int, float)) and not isinstance(recompute, bool)
+    if recompute not in ("default", "cheap") and not (is_number and 0 < recompute <= 1):
+        raise GraphError(
+            f"recompute={recompute!r}: it is 'default', 'cheap', or the share of memory that torch's partitioner may "
+            "keep, above 0 and at most 1"
+        )
+    if recompute != "default" and compile == "off":
+        raise GraphError(
+            f"recompute={recompute!r} is how compiled code is cut: give compile='model' or 'blocks' with it, or "
+            "checkpoint in the model"
+        )
 
 
 def require_batch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

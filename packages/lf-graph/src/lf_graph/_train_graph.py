@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lf_graph._compile import CompileMode, blocks_of, compile_function, compiled
+from lf_graph._compile import CompileMode, Recompute, blocks_of, compile_function, compiled
 from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
 from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
@@ -33,6 +33,7 @@ class Recipe:
         autocast: context factory for the forward.
         compile: what runs compiled.
         options: for Inductor.
+        recompute: what compiled code computes again in its backward.
         stand_ins: what the forward reads in the place of parameters.
     """
 
@@ -41,6 +42,7 @@ class Recipe:
     autocast: Autocast
     compile: CompileMode
     options: dict[str, Any]
+    recompute: Recompute
     stand_ins: dict[Tensor, Tensor]
 
 
@@ -138,11 +140,11 @@ class MicroGraph:
         self._members = Members(recipe.roots)
 
     def _compiling(self) -> Any:
-        mode = self.recipe.compile
-        if mode == "blocks":
-            return self._keep(compiled(blocks_of(self.recipe.roots), self.recipe.options))
-        if mode == "model":
-            fast = compile_function(self.recipe.loss, self.recipe.options)
+        recipe = self.recipe
+        if recipe.compile == "blocks":
+            return self._keep(compiled(blocks_of(recipe.roots), recipe.options, recipe.recompute))
+        if recipe.compile == "model":
+            fast = compile_function(recipe.loss, recipe.options, recipe.recompute)
             self._kept.append(fast)
             self.segment = self._segment(fast)
         return nullcontext()

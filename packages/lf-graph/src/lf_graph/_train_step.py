@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -11,16 +11,17 @@ from torch import Tensor, nn
 
 from lf_graph._adamw import Launch
 from lf_graph._alone import Alone
-from lf_graph._backend import Backend, backend_for
-from lf_graph._compile import CompileMode, require_no_own_graphs
+from lf_graph._backend import backend_for
+from lf_graph._compile import CompileMode, Recompute, require_no_own_graphs
 from lf_graph._errors import AddressError, ClosedError, GraphError, SignatureError
-from lf_graph._members import LoadHook, buffers_as_they_were
+from lf_graph._members import LoadHook
 from lf_graph._modes import require_gradients_on
 from lf_graph._parallel import Reduce, unwrap
 from lf_graph._pool import GraphPool
 from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import restored
 from lf_graph._segment import Autocast
+from lf_graph._shadows import autocast_of, shadowed
 from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
 from lf_graph._step_options import ANOTHER_SIGNATURE, require_batch, require_optimizer, require_options
@@ -28,7 +29,6 @@ from lf_graph._step_result import StepResult
 from lf_graph._step_state import StepState, copies_of
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import make_update
-from lf_graph._uses import Owned, parameter_uses
 
 Load = Callable[[list[Tensor]], int]
 
@@ -51,6 +51,10 @@ class TrainStep(NotCopied):
         autocast: dtype of autocast, such as ``torch.bfloat16``; None for none.
         compile: "blocks" compiles the children of ModuleLists, "model" the whole loss, "off" nothing.
         compile_options: for Inductor.
+        recompute: what compiled code computes again in its backward in the place of keeping it. "default": what torch
+            chooses for speed. "cheap": also what takes no matrix product (normed inputs, activation functions, casts,
+            short runs of residual sums). A number up to 1 is torch's ``activation_memory_budget``, which below about
+            0.6 computes products again, the cheapest for their memory first.
         shadows: False keeps all parameters as they are.
         fused: True insists on the flat AdamW, False on the optimizer as it is.
         max_graphs: most signatures held; the least recently used is closed.
@@ -79,6 +83,7 @@ class TrainStep(NotCopied):
         autocast: torch.dtype | None = None,
         compile: CompileMode = "off",
         compile_options: dict[str, Any] | None = None,
+        recompute: Recompute = "default",
         shadows: bool = True,
         fused: bool | None = None,
         max_graphs: int = 1,
@@ -88,7 +93,12 @@ class TrainStep(NotCopied):
         name: str = "step",
     ) -> None:
         require_options(
-            accumulate=accumulate, max_graphs=max_graphs, clip=clip, autocast=autocast, compile=compile
+            accumulate=accumulate,
+            max_graphs=max_graphs,
+            clip=clip,
+            autocast=autocast,
+            compile=compile,
+            recompute=recompute,
         )
         require_optimizer(optimizer)
         self._parallel = unwrap(model, reduce)
@@ -101,6 +111,7 @@ class TrainStep(NotCopied):
         self._clip, self._gate, self._fused = clip, gate, fused
         self._dtype, self._shadows = autocast, shadows
         self._compile, self._options = compile, dict(compile_options or {})
+        self._recompute: Recompute = recompute
         self._max_bytes = max_bytes
         self._state: StepState | None = None
         self._pending = 0
@@ -280,12 +291,11 @@ class TrainStep(NotCopied):
     def _build(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepState:
         require_gradients_on(self.name)
         backend = backend_for(require_batch(self.name, args, kwargs)[0].device)
-        autocast = self._autocast(backend)
+        autocast = autocast_of(self._dtype, backend)
         names = {id(p): n for n, p in self.model.named_parameters()}
-        shadowed = self._shadowed(autocast, args, kwargs)
         update = make_update(
             self.optimizer,
-            shadowed,
+            self._shadowed(autocast, args, kwargs),
             names,
             clip=self._clip,
             gate=self._gate,
@@ -293,15 +303,10 @@ class TrainStep(NotCopied):
             launch=self._launch,
         )
         compile = "off" if backend.executes_captures else self._compile
-        recipe = Recipe((self.model,), self.loss, autocast, compile, self._options, update.stand_ins())
+        recipe = Recipe(
+            (self.model,), self.loss, autocast, compile, self._options, self._recompute, update.stand_ins()
+        )
         return StepState(backend, recipe, update, GraphPool(backend, self._max_bytes))
-
-    def _autocast(self, backend: Backend) -> Autocast:
-        dtype, kind = self._dtype, backend.device.type
-        if dtype is None:
-            return nullcontext
-        # the weight cache would keep casts of one capture alive into the next
-        return lambda: torch.autocast(kind, dtype, cache_enabled=False)
 
     def _shadowed(self, autocast: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self._shadows or self._dtype is not torch.bfloat16:
@@ -311,12 +316,7 @@ class TrainStep(NotCopied):
             with autocast(), self._parallel.bypassed():
                 return self.loss(*a, **k)
 
-        with buffers_as_they_were([self.model]):
-            uses = parameter_uses(Owned(forward, self.model), *args, **kwargs)
-        parameters = dict(self.model.named_parameters(remove_duplicate=False))
-        trained = {id(p) for g in self.optimizer.param_groups for p in g["params"]}
-        eligible = {n for n, u in uses.items() if u.only_cast_to is torch.bfloat16}
-        return list({id(p): p for n, p in parameters.items() if n in eligible and id(p) in trained}.values())
+        return shadowed(self.model, self.optimizer, forward, args, kwargs)
 
     def _graph_for(self, state: StepState, args: tuple[Any, ...], kwargs: dict[str, Any]) -> MicroGraph:
         signature = signature_of(args, kwargs)
@@ -369,6 +369,7 @@ class TrainStep(NotCopied):
         """What was chosen automatically, and why; a ClosedError before the first batch."""
         state = self._open()
         asked = f"compile={self._compile!r}"
+        asked += f", recompute={self._recompute!r}" if self._recompute != "default" else ""
         return {
             "optimizer": state.update.kind,
             "compile": asked
