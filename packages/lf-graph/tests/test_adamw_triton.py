@@ -83,7 +83,7 @@ def test_the_norm_reads_blocks_of_a_power_of_two_within_a_chunk(warps: int, chun
 @pytest.fixture(scope="module")
 def ptx_accesses() -> dict[str, Counter[str]]:
     """Memory instructions of the kernels compiled for an H200, which needs no GPU."""
-    types = {"count": "i32", "chunks": "*i64", "addresses": "*i64", "shadow": "*bf16"}
+    types = {"first": "i32", "count": "i32", "chunks": "*i64", "addresses": "*i64", "shadow": "*bf16"}
 
     def accesses(kernel: str, gradient: str, **constants: int) -> Counter[str]:
         text = sm90.ptx(

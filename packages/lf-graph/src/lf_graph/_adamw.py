@@ -11,7 +11,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -94,6 +94,13 @@ class Kernels(Protocol):
 
     def update(self, addresses: Tensor, coefficients: Tensor, multiplier: Tensor, finite: Tensor) -> None:
         """Advance master, moments and shadow; nothing where ``finite`` is 0."""
+        ...
+
+    def update_some(
+        self, gradients: Mapping[int, Tensor], addresses: Tensor, coefficients: Tensor, multiplier: Tensor,
+        finite: Tensor,
+    ) -> None:  # fmt: skip
+        """The same for some parameters, by index; ``addresses`` hold where their gradients lie by the time it runs."""
         ...
 
 
@@ -322,14 +329,55 @@ class FusedAdamW:
         """
         if self._table is None:
             raise OptimizerError("gradients", "none were given", "call set_gradients before step")
+        self._rescale(scale)
+        self._measure()
+        self._count()
+        self._kernels.update(self._addresses, self._coefficients, self._multiplier, self._finite)
+
+    def prepare(self, dtypes: Sequence[torch.dtype]) -> None:
+        """Says what gradients ``step_some`` will get, in flat order, and compiles the kernels; not under capture."""
+        self._dtypes = tuple(dtypes)
+        self._kernels.prepare(self._dtypes)
+
+    @torch.no_grad()
+    def begin(self, scale: Tensor | None = None) -> None:
+        """The part of a step that needs no gradient; ``step_some`` of every parameter follows. As :meth:`step`.
+
+        Neither clips nor asks whether gradients are finite, which only all of them together could tell.
+        """
+        self._rescale(scale)
+        self._multiplier.copy_(self._scale)
+        self._count()
+
+    @torch.no_grad()
+    def step_some(self, gradients: Mapping[int, Tensor], addresses: Tensor) -> None:
+        """Updates some parameters of the step that :meth:`begin` began, each once.
+
+        Args:
+            gradients: by the parameter's place in flat order; of the dtypes that ``prepare`` was told.
+            addresses: int64 [parameters] on the device; where the gradients lie, by the time the device runs this.
+
+        Raises:
+            OptimizerError: naming a parameter whose gradient cannot be read.
+        """
+        for i, gradient in gradients.items():
+            slot = self.flat.layout.slots[i]
+            wrong = _difference(slot.shape, self.flat.master.device, gradient)
+            if wrong is None and gradient.dtype != self._dtypes[i]:
+                wrong = f"its gradient was {self._dtypes[i]} and is {gradient.dtype}", "keep one dtype"
+            if wrong is not None:
+                raise OptimizerError(slot.name, *wrong)
+        self._kernels.update_some(gradients, addresses, self._coefficients, self._multiplier, self._finite)
+
+    def _rescale(self, scale: Tensor | None) -> None:
         if scale is None:
             self._scale.fill_(1.0)
         else:
             self._scale.copy_(scale.detach().reshape(()))
-        self._measure()
+
+    def _count(self) -> None:
         self.flat.steps.add_(self._finite)
         self._coefficients.copy_(self._hyper.coefficients(self.flat.steps))
-        self._kernels.update(self._addresses, self._coefficients, self._multiplier, self._finite)
 
     def _measure(self) -> None:
         """Norm, gate and the factor that scaling and clipping put on every gradient."""

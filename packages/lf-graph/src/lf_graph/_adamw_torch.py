@@ -11,6 +11,7 @@ address: the tensors in use at capture time are frozen into the graph, and switc
 from __future__ import annotations
 
 import ctypes
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
@@ -97,12 +98,25 @@ class TorchKernels:
     def update(self, addresses: Tensor, coefficients: Tensor, multiplier: Tensor, finite: Tensor) -> None:
         """Advances every parameter by its gradient times ``multiplier``; changes no bit where ``finite`` is
         0."""
-        flat, passed = self._flat, finite > 0
-        for i, slot in enumerate(flat.layout.slots):
-            old = [slot.view(b) for b in (flat.master, flat.exp_avg, flat.exp_avg_sq)]
-            g = self._gradient(addresses, i) * multiplier
-            new = advance(old[0], old[1], old[2], g, coefficients[i])
-            for target, value in zip(old, new, strict=True):
-                target.copy_(torch.where(passed, value, target))
-            if slot.shadow_offset >= 0:
-                slot.shadow_view(flat.shadow).copy_(old[0])
+        for i in range(len(self._flat.parameters)):
+            self._advance(i, self._gradient(addresses, i), coefficients, multiplier, finite)
+
+    def update_some(
+        self, gradients: Mapping[int, Tensor], addresses: Tensor, coefficients: Tensor, multiplier: Tensor,
+        finite: Tensor,
+    ) -> None:  # fmt: skip
+        """Advances the parameters of ``gradients``, which are read as they are."""
+        for i, gradient in gradients.items():
+            shape = self._flat.layout.slots[i].shape
+            self._advance(i, gradient.float().view(shape), coefficients, multiplier, finite)
+
+    def _advance(
+        self, index: int, gradient: Tensor, coefficients: Tensor, multiplier: Tensor, finite: Tensor
+    ) -> None:
+        flat, slot = self._flat, self._flat.layout.slots[index]
+        old = [slot.view(b) for b in (flat.master, flat.exp_avg, flat.exp_avg_sq)]
+        new = advance(old[0], old[1], old[2], gradient * multiplier, coefficients[index])
+        for target, value in zip(old, new, strict=True):
+            target.copy_(torch.where(finite > 0, value, target))
+        if slot.shadow_offset >= 0:
+            slot.shadow_view(flat.shadow).copy_(old[0])

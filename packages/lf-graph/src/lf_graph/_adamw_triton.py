@@ -16,8 +16,12 @@ for any number of programs.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
@@ -109,16 +113,16 @@ def _advance(
     tl.store(shadows, bfloat16(p), mask=shadow_mask, cache_modifier=".cs")
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit(do_not_specialize=["first", "count"])
 def update(
-    chunks, count, addresses, coefficients, multiplier, finite, master, exp_avg, exp_avg_sq, shadow,
+    chunks, first, count, addresses, coefficients, multiplier, finite, master, exp_avg, exp_avg_sq, shadow,
     GRADIENT: tl.constexpr, BLOCK: tl.constexpr, VECTOR: tl.constexpr,  # noqa: N803
 ):  # fmt: skip
-    """Advances all chunks unless ``finite`` is 0; chunks int64 [count, 5], coefficients fp32 [tensors, 8]."""
+    """Advances ``count`` chunks from ``first`` on unless ``finite`` is 0; int64 [chunks, 5], fp32 [tensors, 8]."""
     if tl.load(finite) > 0:
         factor = tl.load(multiplier)
         lanes = tl.arange(0, BLOCK)
-        for chunk in range(tl.program_id(0), count, tl.num_programs(0)):
+        for chunk in range(first + tl.program_id(0), first + count, tl.num_programs(0)):
             row = chunks + chunk * _COLUMNS
             gradient = _gradient_of(row, addresses, GRADIENT)
             # 64-bit: a flat buffer may pass 2^31 elements.
@@ -148,6 +152,37 @@ def update(
 _TYPES = {torch.bfloat16: tl.bfloat16, torch.float32: tl.float32}
 
 
+@dataclass(frozen=True)
+class Part:
+    """Rows ``first`` to ``end`` of the chunk table of one gradient dtype."""
+
+    table: int
+    first: int
+    end: int
+
+
+def parts_of(tables: Sequence[npt.NDArray[np.int64]]) -> dict[int, Part]:
+    """The rows of each parameter; a parameter without elements has none, and is left out."""
+    found: dict[int, Part] = {}
+    for number, table in enumerate(tables):
+        owners, starts, counts = np.unique(table[:, 0], return_index=True, return_counts=True)
+        found |= {
+            int(i): Part(number, int(s), int(s + n)) for i, s, n in zip(owners, starts, counts, strict=True)
+        }
+    return found
+
+
+def merged(parts: Iterable[Part]) -> list[Part]:
+    """The same rows in as few parts as can be."""
+    joined: list[Part] = []
+    for part in sorted(parts, key=lambda p: (p.table, p.first)):
+        if joined and (joined[-1].table, joined[-1].end) == (part.table, part.first):
+            joined[-1] = replace(joined[-1], end=part.end)
+        else:
+            joined.append(part)
+    return joined
+
+
 class TritonKernels:
     """Norm and update over the chunks of a flat layout, one launch of each per gradient dtype."""
 
@@ -156,32 +191,33 @@ class TritonKernels:
     def __init__(self, flat: FlatParameters, launch: Launch) -> None:
         self._flat, self._launch = flat, launch
         self._tables: list[tuple[torch.dtype, Tensor, Tensor]] = []
+        self._parts: dict[int, Part] = {}
         self._partials = torch.zeros(0, device=flat.master.device)
         self._programs = launch.programs or _default_programs(flat.master.device)
 
     def prepare(self, dtypes: tuple[torch.dtype, ...]) -> None:
         """Cuts the chunks of every gradient dtype, and compiles and loads the kernels: a launch on no chunk."""
         device = self._flat.master.device
-        rows = {
-            d: self._rows([i for i, own in enumerate(dtypes) if own == d])
+        cut = {
+            d: self._cut([i for i, own in enumerate(dtypes) if own == d])
             for d in sorted(set(dtypes), key=str)
         }
+        self._parts = parts_of(list(cut.values()))
+        rows = {d: torch.from_numpy(table).to(device) for d, table in cut.items()}
         self._partials = torch.zeros(sum(map(len, rows.values())), device=device)
         partials = self._partials.split([len(r) for r in rows.values()])
         self._tables = [(d, r, part) for (d, r), part in zip(rows.items(), partials, strict=True)]
         self._load()
 
-    def _rows(self, chosen: list[int]) -> Tensor:
-        return torch.from_numpy(cut_chunks(self._flat.layout, chosen, self._launch.chunk)).to(
-            self._flat.master.device
-        )
+    def _cut(self, chosen: list[int]) -> npt.NDArray[np.int64]:
+        return cut_chunks(self._flat.layout, chosen, self._launch.chunk)
 
     def _load(self) -> None:
         device = self._flat.master.device
         number, addresses = torch.zeros(1, device=device), torch.zeros(1, dtype=torch.int64, device=device)
         for table in self._tables:
             self._launch_square_sums(table, 0, addresses, number)
-            self._launch_update(table, 0, addresses, number, number, number)
+            self._launch_update(table, (0, 0), addresses, number, number, number)
 
     def use(self, tensors: tuple[Tensor, ...]) -> None:
         """Nothing to do: the kernels read addresses."""
@@ -195,7 +231,16 @@ class TritonKernels:
     def update(self, addresses: Tensor, coefficients: Tensor, multiplier: Tensor, finite: Tensor) -> None:
         """Advances every parameter; changes no bit where ``finite`` is 0."""
         for table in self._tables:
-            self._launch_update(table, len(table[1]), addresses, coefficients, multiplier, finite)
+            self._launch_update(table, (0, len(table[1])), addresses, coefficients, multiplier, finite)
+
+    def update_some(
+        self, gradients: Mapping[int, Tensor], addresses: Tensor, coefficients: Tensor, multiplier: Tensor,
+        finite: Tensor,
+    ) -> None:  # fmt: skip
+        """Advances the parameters of ``gradients``, neighbours by one launch; the kernels read the addresses."""
+        for part in merged(self._parts[i] for i in gradients if i in self._parts):
+            chunks = (part.first, part.end - part.first)
+            self._launch_update(self._tables[part.table], chunks, addresses, coefficients, multiplier, finite)
 
     def _launch_square_sums(
         self, table: tuple[torch.dtype, Tensor, Tensor], count: int, addresses: Tensor, scale: Tensor
@@ -211,17 +256,18 @@ class TritonKernels:
     def _launch_update(
         self,
         table: tuple[torch.dtype, Tensor, Tensor],
-        count: int,
+        chunks: tuple[int, int],
         addresses: Tensor,
         coefficients: Tensor,
         multiplier: Tensor,
         finite: Tensor,
     ) -> None:
+        """``chunks``: first, count."""
         dtype, rows, _ = table
         flat, launch = self._flat, self._launch
         with torch.cuda.device_of(rows):
-            update[(_grid(rows, self._programs),)](
-                rows, count, addresses, coefficients, multiplier, finite,
+            update[(max(1, min(self._programs, chunks[1])),)](
+                rows, *chunks, addresses, coefficients, multiplier, finite,
                 flat.master, flat.exp_avg, flat.exp_avg_sq, flat.shadow,
                 GRADIENT=_TYPES[dtype], BLOCK=launch.block, VECTOR=launch.vector, num_warps=launch.warps,
             )  # fmt: skip

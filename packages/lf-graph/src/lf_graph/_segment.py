@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph._backend import Backend, Graph, Position
+from lf_graph._early import handing_over
 from lf_graph._errors import GraphError
 from lf_graph._gradients import Collect, GradientSink
 from lf_graph._pool import GraphPool
@@ -270,12 +271,14 @@ class Segment:
         outputs, grads = [o for o, _ in pairs], [g for _, g in pairs]
         inputs = [t for t in run.inputs if t.requires_grad]
         parameters = leaves_behind(outputs, inputs)
-        found = torch.autograd.grad(outputs, inputs + parameters, grads, allow_unused=True)
+        with handing_over(parameters, sink, self._own) as taken:
+            found = torch.autograd.grad(outputs, inputs + parameters, grads, allow_unused=True)
         names = [n for n, t in zip(piece.inputs, run.inputs, strict=True) if t.requires_grad]
         for name, grad in zip(names, found[: len(inputs)], strict=True):
             if grad is not None:
                 self._add_edge(name, grad)
-        used = [(p, g) for p, g in zip(parameters, found[len(inputs) :], strict=True) if g is not None]
+        pairs = [(p, g) for p, g in zip(parameters, found[len(inputs) :], strict=True) if id(p) not in taken]
+        used = [(p, g) for p, g in pairs if g is not None]
         if used:
             sink.take([p for p, _ in used], [self._own(g) for _, g in used])
 

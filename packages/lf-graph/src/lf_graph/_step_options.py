@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from typing import Any, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -12,6 +12,7 @@ from lf_graph._compile import CompileMode
 from lf_graph._errors import GraphError
 from lf_graph._static import require_constants, tensors_of
 
+Release = Literal["exact", "fused"]
 ANOTHER_SIGNATURE = (
     "drop or pad what differs (lf_graph.Buckets pads lengths), or allow one more graph with max_graphs=2"
 )
@@ -66,6 +67,35 @@ def _require_recompute(recompute: Any, compile: CompileMode) -> None:
             f"recompute={recompute!r} is how compiled code is cut: give compile='model' or 'blocks' with it, or "
             "checkpoint in the model"
         )
+
+
+def require_release(
+    release: Any, *, accumulate: int, clip: float, gate: bool | None, fused: bool | None, ranks: bool
+) -> None:
+    """Refuse what cannot be updated while its gradients are not all there.
+
+    Raises:
+        GraphError: naming the option in the way, and what can be done in its place.
+    """
+    if release not in get_args(Release):
+        raise GraphError(f"release={release!r}: it is one of {', '.join(map(repr, get_args(Release)))}")
+    if release == "exact":
+        return
+    obstacles = {
+        f"clip={clip}": (bool(clip), "clips by the norm of all gradients"),
+        "gate=True": (gate is True, "asks all gradients whether they are finite"),
+        f"accumulate={accumulate}": (accumulate > 1, "sums gradients over micro-batches"),
+        "reduce": (ranks, "sums gradients over ranks"),
+        "fused=False": (
+            fused is False,
+            "leaves the update to the optimizer, which takes all gradients at once",
+        ),
+    }
+    for option, (stands, why) in obstacles.items():
+        if stands:
+            raise GraphError(
+                f"{option} {why}, and release='fused' frees each before the next is there: use release='exact'"
+            )
 
 
 def require_batch(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

@@ -9,19 +9,26 @@ import torch
 from torch import Tensor
 
 from lf_graph._backend import Backend, Graph
+from lf_graph._compile import CompileMode, Recompute
+from lf_graph._early import Applied
+from lf_graph._errors import GraphError
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import restored
 from lf_graph._sinks import Direct, Into, require_all_used
 from lf_graph._static import Signature
+from lf_graph._stats import GraphStats
 from lf_graph._train_graph import MicroGraph, Recipe
-from lf_graph._update import Update
+from lf_graph._update import FlatUpdate, Update
 
 
 class StepState:
     """Everything that exists once the first batch is known."""
 
-    def __init__(self, backend: Backend, recipe: Recipe, update: Update, pool: GraphPool) -> None:
+    def __init__(
+        self, backend: Backend, recipe: Recipe, update: Update, pool: GraphPool, early: bool = False
+    ) -> None:
         self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
+        self.early = early  # parameters are updated within the backward
         self.update_pool = backend.new_pool()
         self.totals = torch.zeros(2, device=backend.device)
         self.report = torch.zeros(2, device=backend.device)
@@ -31,7 +38,7 @@ class StepState:
         self.optimize: Graph | None = None
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
-        self.sink: Direct | Into | None = None
+        self.sink: Direct | Into | Applied | None = None
         stand_ins = update.stand_ins()
         # a loss may also read a parameter that it holds itself, which no swap reaches
         self.index = {id(p): i for i, p in enumerate(update.parameters)}
@@ -47,12 +54,15 @@ class StepState:
                 return graph
         return None
 
-    def choose_sink(self, used: Sequence[Tensor], accumulate: int, direct: bool) -> Direct | Into:
+    def choose_sink(self, used: Sequence[Tensor], accumulate: int, direct: bool) -> Direct | Into | Applied:
         """Where the gradients of ``used`` go: to the optimizer as they are made (``direct``), or into the buffers.
 
         Raises as :func:`require_all_used` does.
         """
         require_all_used(used, self.index, self.update.names)
+        if self.early:
+            self.sink = self._apply(used)
+            return self.sink
         if direct:
             self.sink = Direct(self.index, len(self.update.parameters))
             return self.sink
@@ -60,6 +70,38 @@ class StepState:
             self.make_buffers(used, accumulate)
         self.sink = Into(self.index, self.views, "write" if accumulate == 1 else "add")
         return self.sink
+
+    def _apply(self, used: Sequence[Tensor]) -> Applied:
+        assert isinstance(self.update, FlatUpdate)  # nothing else takes one parameter at a time
+        fused = self.update.fused
+        dtypes: dict[int, torch.dtype] = {}
+        for p in used:
+            i = self.index[id(p)]
+            if i in dtypes:
+                raise GraphError(
+                    f"the loss reads {self.update.names[i]} through its module and by a reference of its own, which "
+                    "are two gradients, and release='fused' updates from the first: use release='exact'"
+                )
+            dtypes[i] = p.dtype
+        fused.prepare([dtypes[i] for i in range(len(dtypes))])
+        sink = Applied(fused, self.index)
+        with restored(self.backend, [fused.flat.steps, self.totals]):  # nothing lazy is left for the capture
+            self._finish_step()
+            sink.begin(self.scale)
+        return sink
+
+    def capture_begin(self) -> Graph | None:
+        """Capture what early updates need between forward and backward; None where there are none."""
+        sink = self.sink
+        if not isinstance(sink, Applied):
+            return None
+
+        def begin() -> None:
+            self._finish_step()
+            sink.begin(self.scale)
+
+        graph, _ = self.backend.capture(begin, self.pool.handle)
+        return graph
 
     def make_buffers(self, used: Sequence[Tensor], accumulate: int) -> None:
         """Flat gradient buffers, one per dtype; several micro-batches are summed in fp32."""
@@ -75,6 +117,11 @@ class StepState:
 
     def capture_update(self) -> None:
         """Capture the end of the step, once: gradients have their addresses now."""
+        if isinstance(self.sink, Applied):  # the end is in the backward of each graph
+            self.sink.settle()
+            return
+        if self.optimize is not None:
+            return
         assert self.sink is not None
         self.update.set_gradients(self.sink.gradients)
         with self.backend.preparing():
@@ -125,7 +172,24 @@ class StepState:
     def all_graphs(self) -> list[Graph]:
         """All graphs."""
         ends = [g for g in (self.finish, self.optimize) if g is not None]
-        return [g for m in self.graphs for g in m.segment.graphs()] + ends
+        return [g for m in self.graphs for g in m.all_graphs()] + ends
+
+    def end(self) -> Tensor:
+        """Mean loss and count [2] of the micro-batches that were run, after an update from their gradients."""
+        if self.early:
+            return self.report.clone()
+        assert self.finish is not None
+        assert self.optimize is not None
+        self.finish.replay()
+        report = self.report.clone()
+        self.optimize.replay()
+        return report
+
+    def touched_by_capture(self) -> list[Tensor]:
+        """What a capture that executes must not change: sums of earlier micro-batches, and what early updates write."""
+        if not self.backend.executes_captures:
+            return []
+        return self.update_state() if self.early else self.buffers
 
     def close(self) -> None:
         """Free all graphs."""
@@ -136,6 +200,32 @@ class StepState:
                 end.close()
         self.graphs, self.finish, self.optimize = [], None, None
         self.update.close()
+
+
+def stats_of(name: str, state: StepState | None, counts: dict[str, Any]) -> GraphStats:
+    """Counts and bytes of a step so far."""
+    if state is None:
+        return GraphStats(name, "", **counts)
+    return GraphStats(
+        name,
+        state.backend.name,
+        graphs=len(state.all_graphs()),
+        operations=sum(g.operations for g in state.all_graphs()),
+        bytes=state.pool.bytes,
+        predicted_bytes=state.pool.predicted_bytes,
+        **counts,
+    )
+
+
+def choices_of(state: StepState, compile: CompileMode, recompute: Recompute) -> dict[str, str]:
+    """What was chosen by itself, and why; ``compile`` and ``recompute`` were asked for."""
+    asked = f"compile={compile!r}" + (f", recompute={recompute!r}" if recompute != "default" else "")
+    without = f"off: no compiler on {state.backend.name}"
+    return {
+        "optimizer": state.update.kind,
+        "compile": asked if state.recipe.compile == compile else without,
+        "gradients": f"{type(state.sink).__name__}, {copies_of(state)}",
+    }
 
 
 def copies_of(state: StepState) -> str:

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lf_graph._backend import Graph
 from lf_graph._compile import CompileMode, Recompute, blocks_of, compile_function, compiled
 from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
@@ -99,6 +100,7 @@ class MicroGraph:
         self._kept: list[Any] = []
         self._modes, self._members = TrainingModes(recipe.roots), Members(())
         self.segment = self._segment(recipe.loss)
+        self._begin: Graph | None = None
 
     def _segment(self, loss: Loss) -> Segment:
         fn = LossFunction(loss, self.static.signature, self._totals)
@@ -106,12 +108,17 @@ class MicroGraph:
         piece = Piece(fn, names, ("loss",), "micro_batch", owners=self.recipe.roots)
         return Segment([piece], ["loss"], self.pool, self.recipe.autocast)
 
-    def capture(self, prepare: Callable[[Sequence[Tensor]], GradientSink]) -> None:
+    def capture(
+        self,
+        prepare: Callable[[Sequence[Tensor]], GradientSink],
+        capture_begin: Callable[[], Graph | None] = lambda: None,
+    ) -> None:
         """Warm up, compile, capture.
 
         Args:
             prepare: called after the warm-up with the tensors that got gradients (stand-ins in the place of
                 parameters); returns where gradients go.
+            capture_begin: called between the captures of forward and backward; its graph is replayed there.
         """
         backend, recipe = self.pool.backend, self.recipe
         require_no_gradient_hooks(recipe.roots)
@@ -135,6 +142,7 @@ class MicroGraph:
             with self.pool.counting(self):
                 self.segment.capture_forward(values)
                 self.segment.make_seeds()
+                self._begin = capture_begin()
                 self.segment.capture_backward(sink)
         assigned.require_settled()
         self._members = Members(recipe.roots)
@@ -162,10 +170,19 @@ class MicroGraph:
     def replay(self) -> None:
         """Forward and backward."""
         self.segment.replay_forward()
+        if self._begin is not None:
+            self._begin.replay()
         self.segment.replay_backward()
+
+    def all_graphs(self) -> list[Graph]:
+        """All graphs."""
+        return self.segment.graphs() + ([] if self._begin is None else [self._begin])
 
     def close(self) -> None:
         """Free the graphs."""
         self.segment.close()
+        if self._begin is not None:
+            self._begin.close()
+            self._begin = None
         self.pool.release(self)
         self._kept.clear()

@@ -24,9 +24,16 @@ from lf_graph._segment import Autocast
 from lf_graph._shadows import autocast_of, shadowed
 from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
-from lf_graph._step_options import ANOTHER_SIGNATURE, require_batch, require_optimizer, require_options
+from lf_graph._step_options import (
+    ANOTHER_SIGNATURE,
+    Release,
+    require_batch,
+    require_optimizer,
+    require_options,
+    require_release,
+)
 from lf_graph._step_result import StepResult
-from lf_graph._step_state import StepState, copies_of
+from lf_graph._step_state import StepState, choices_of, stats_of
 from lf_graph._train_graph import MicroGraph, Recipe
 from lf_graph._update import make_update
 
@@ -55,6 +62,9 @@ class TrainStep(NotCopied):
             chooses for speed. "cheap": also what takes no matrix product (normed inputs, activation functions, casts,
             short runs of residual sums). A number up to 1 is torch's ``activation_memory_budget``, which below about
             0.6 computes products again, the cheapest for their memory first.
+        release: "exact" keeps gradients until the backward is over. "fused" updates each parameter within it, as soon
+            as its gradient is complete, and frees the gradient: ``micro`` is the update then, one micro-batch long,
+            without clip and gate. Name and bits of lf_memory.gradients.
         shadows: False keeps all parameters as they are.
         fused: True insists on the flat AdamW, False on the optimizer as it is.
         max_graphs: most signatures held; the least recently used is closed.
@@ -84,6 +94,7 @@ class TrainStep(NotCopied):
         compile: CompileMode = "off",
         compile_options: dict[str, Any] | None = None,
         recompute: Recompute = "default",
+        release: Release = "exact",
         shadows: bool = True,
         fused: bool | None = None,
         max_graphs: int = 1,
@@ -103,12 +114,20 @@ class TrainStep(NotCopied):
         require_optimizer(optimizer)
         self._parallel = unwrap(model, reduce)
         model, reduce = self._parallel.module, self._parallel.reduce
+        require_release(
+            release, accumulate=accumulate, clip=clip, gate=gate, fused=fused, ranks=reduce is not None
+        )
         require_no_own_graphs([model])
         self.model, self.optimizer, self.name = model, optimizer, name
         self.accumulate, self.max_graphs = accumulate, max_graphs
         self.loss: Callable[..., Any] = loss or model
         self._reduce, self._launch = reduce, launch
+        self._release = release
         self._clip, self._gate, self._fused = clip, gate, fused
+        if (
+            release == "fused"
+        ):  # one parameter at a time, which only the flat AdamW takes; no gate: see require_release
+            self._gate, self._fused = False, True
         self._dtype, self._shadows = autocast, shadows
         self._compile, self._options = compile, dict(compile_options or {})
         self._recompute: Recompute = recompute
@@ -170,6 +189,8 @@ class TrainStep(NotCopied):
             )
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
+        if state.early:
+            state.update.before_replay()
         state.pool.follow()
         if not self._pending:
             self._parallel.before_update_begins()
@@ -177,7 +198,7 @@ class TrainStep(NotCopied):
         with self._whole("a micro-batch was interrupted"):
             graph.replay()
         self._pending += 1
-        self._counts["replays"] += len(graph.segment.graphs())
+        self._counts["replays"] += len(graph.all_graphs())
 
     def update(self) -> StepResult:
         """Reduce, clip and step on the gradients since the last update; the host waits for nothing.
@@ -192,18 +213,17 @@ class TrainStep(NotCopied):
     def _update_alone(self) -> StepResult:
         self._require_whole()
         state = self._state
-        if state is None or state.finish is None or state.optimize is None or not self._pending:
+        if state is None or not self._pending:
             raise GraphError("update() needs a micro-batch first")
         state.pool.follow()
-        state.update.before_replay()  # it may refuse, and then nothing has happened yet
+        if not state.early:
+            state.update.before_replay()  # it may refuse, and then nothing has happened yet
         self._reduce_gradients(state)
         with self._whole("the last update was interrupted"):
-            state.finish.replay()
-            report = state.report.clone()
-            state.optimize.replay()
+            report = state.end()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
-        self._counts["replays"] += 2
+        self._counts["replays"] += 0 if state.early else 2
         return StepResult(report[0], report[1])
 
     def _reduce_gradients(self, state: StepState) -> None:
@@ -306,7 +326,8 @@ class TrainStep(NotCopied):
         recipe = Recipe(
             (self.model,), self.loss, autocast, compile, self._options, self._recompute, update.stand_ins()
         )
-        return StepState(backend, recipe, update, GraphPool(backend, self._max_bytes))
+        pool = GraphPool(backend, self._max_bytes)
+        return StepState(backend, recipe, update, pool, early=self._release == "fused")
 
     def _shadowed(self, autocast: Autocast, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
         if not self._shadows or self._dtype is not torch.bfloat16:
@@ -334,13 +355,12 @@ class TrainStep(NotCopied):
         state.backend.synchronize()
         graph = MicroGraph(state.recipe, StaticInputs(args, kwargs), state.totals, state.pool)
         direct = self.accumulate == 1 and self.max_graphs == 1 and self._reduce is None
-        # a capture that executes must not add to what earlier micro-batches of this update left
-        touched = state.buffers if state.backend.executes_captures else []
         try:
-            with self._parallel.bypassed(), restored(state.backend, touched):
-                graph.capture(lambda used: state.choose_sink(used, self.accumulate, direct))
-            if state.optimize is None:
-                state.capture_update()
+            with self._parallel.bypassed(), restored(state.backend, state.touched_by_capture()):
+                graph.capture(
+                    lambda used: state.choose_sink(used, self.accumulate, direct), state.capture_begin
+                )
+            state.capture_update()
         except BaseException:
             graph.close()
             raise
@@ -352,31 +372,11 @@ class TrainStep(NotCopied):
 
     def stats(self) -> GraphStats:
         """Counts and bytes so far."""
-        state = self._state
-        if state is None:
-            return GraphStats(self.name, "", **self._counts)
-        return GraphStats(
-            self.name,
-            state.backend.name,
-            graphs=len(state.all_graphs()),
-            operations=sum(g.operations for g in state.all_graphs()),
-            bytes=state.pool.bytes,
-            predicted_bytes=state.pool.predicted_bytes,
-            **self._counts,
-        )
+        return stats_of(self.name, self._state, self._counts)
 
     def info(self) -> dict[str, str]:
         """What was chosen automatically, and why; a ClosedError before the first batch."""
-        state = self._open()
-        asked = f"compile={self._compile!r}"
-        asked += f", recompute={self._recompute!r}" if self._recompute != "default" else ""
-        return {
-            "optimizer": state.update.kind,
-            "compile": asked
-            if state.recipe.compile == self._compile
-            else f"off: no compiler on {state.backend.name}",
-            "gradients": f"{type(state.sink).__name__}, {copies_of(state)}",
-        }
+        return choices_of(self._open(), self._compile, self._recompute)
 
     def close(self) -> None:
         """Wait, free the graphs and let the model be used without this object; call it before
