@@ -113,8 +113,20 @@ def test_a_checkpoint_in_one_file_is_taken_in_place_of_a_step(cli: Any) -> None:
     for command in (["digest"], ["eval"], ["infer", "--tokens", "9"]):
         from_file = cli.run(command[0], "runs/mine", *command[1:], "--file", "four.lfckpt")
         assert from_file == cli.run(command[0], "runs/mine", *command[1:], "--step", "4")
+    straight = cli.digest("mine")
+    assert "later steps [6]" in cli.run("resume", "runs/mine", "--file", "four.lfckpt", code=1)
     shutil.rmtree(cli.folder / "runs/mine/ckpt")
     assert "step 4" in cli.run("digest", "runs/mine", "--file", "four.lfckpt")
+
+    # as on a machine to which only the file and the run's folder came
+    output = cli.run("resume", "runs/mine", "--file", "four.lfckpt", "ckpt.every=100", "--nproc", "2")
+    assert "resumed at step 4" in output
+    with lf_ckpt.open(cli.folder / "runs/mine/ckpt", read_only=True) as store:
+        assert store.steps() == (4, 6)  # the one from the file became the run's own
+    assert cli.rows("mine")[-1]["step"] == 6
+    shutil.rmtree(cli.folder / "runs/mine/ckpt")
+    cli.run("resume", "runs/mine", "--file", "four.lfckpt")
+    assert cli.digest("mine") == straight
 
 
 def test_a_file_that_holds_no_checkpoint_of_this_run_is_an_error_that_says_so(cli: Any) -> None:

@@ -115,6 +115,11 @@ def _add_train(commands: Commands) -> None:
 def _add_resume(commands: Commands) -> None:
     p = commands.add_parser("resume", help="continue a run from its newest good checkpoint")
     p.add_argument("run", help="folder of the run")
+    p.add_argument(
+        "--file",
+        type=Path,
+        help="go on from the checkpoint in this file (lf-ckpt export RUN/ckpt --lfckpt); it joins the run's own",
+    )
     _add_overrides(p)
     _add_launch(p)
     _add_memory(p)
@@ -192,12 +197,13 @@ def _resume(args: argparse.Namespace) -> int:
 
     run = rundir.find(args.run)
     config = rundir.read_config(run, args.overrides)
-    if (code := _launched(args, "resume", args.run, *args.overrides)) is not None:
+    file = [] if args.file is None else ["--file", str(args.file)]
+    if (code := _launched(args, "resume", args.run, *file, *args.overrides)) is not None:
         return code
     with StopSignal() as signal:
         from lf_meta.jobs import resume_run
 
-        return _ended(resume_run(config, run, signal))
+        return _ended(resume_run(config, run, signal, args.file))
 
 
 def _ended(signum: int) -> int:
@@ -239,6 +245,18 @@ def _config(args: argparse.Namespace) -> int:
     return 0
 
 
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Settings may also follow options, where argparse gives them to no positional any more."""
+    parser = _parser()
+    args, extra = parser.parse_known_args(arguments)
+    settings = vars(args).get("overrides", vars(args).get("arguments"))
+    for word in extra:
+        if settings is None or word.startswith("-") or "=" not in word:
+            parser.error(f"unrecognized arguments: {' '.join(extra)}")
+        settings.append(word)
+    return args
+
+
 def _fail(error: Exception, code: int) -> int:
     rank = os.environ.get("RANK")
     print(f"loongforge: error: {error}" if rank is None else f"[rank {rank}] error: {error}", file=sys.stderr)
@@ -248,7 +266,7 @@ def _fail(error: Exception, code: int) -> int:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Entry point of the ``loongforge`` command."""
     make_lenient()
-    args = _parser().parse_args(arguments)
+    args = _parse(arguments)
     if getattr(args, "memory_safety_mode", False):
         os.environ["LOONGFORGE_DEBUG_MEMORY"] = "1"  # read by lf-memory when a pool is made, in every rank
     if EXIT_FILE in os.environ:

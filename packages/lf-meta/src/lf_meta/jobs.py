@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import TypeAlias
@@ -42,29 +42,28 @@ def start_run(config: Config, signal: StopSignal) -> int:
             rundir.write_config(made, named)
             print(f"run {made.root}", flush=True)
         try:
-            return _run(named, made, world, signal, resume=False)
+            return _run(named, made, world, signal, _refuse_used_store)
         except (ConfigError, DataError):
             if world.is_main and not made.metrics.exists():
                 shutil.rmtree(made.root, ignore_errors=True)  # nothing was trained: the name stays free
             raise
 
 
-def resume_run(config: Config, run: RunDir, signal: StopSignal) -> int:
-    """Continue a run; returns the stop signal or 0."""
+def resume_run(config: Config, run: RunDir, signal: StopSignal, file: Path | None = None) -> int:
+    """Continue a run from its newest good checkpoint, or from one in a file; returns the stop signal or 0."""
     with World.from_environment(config.device, config.dist) as world:
-        return _run(config, run, world, signal, resume=True)
+        return _run(config, run, world, signal, lambda session: _restore(session, file))
 
 
-def _run(config: Config, run: RunDir, world: World, signal: StopSignal, resume: bool) -> int:
+def _run(
+    config: Config, run: RunDir, world: World, signal: StopSignal, begin: Callable[[Session], None]
+) -> int:
     with ExitStack() as stack:
         world.on_main(lambda: stack.enter_context(rundir.hold(run)))
         session = stack.enter_context(open_session(config, run, world, signal))
         if world.is_main:
             _introduce(session)
-        if resume:
-            _restore(session)
-        else:
-            world.on_main(lambda: _refuse_used_store(session))
+        begin(session)
         outcome = train(session)
         if world.is_main:
             _finish(session, outcome)
@@ -73,10 +72,14 @@ def _run(config: Config, run: RunDir, world: World, signal: StopSignal, resume: 
 
 def _refuse_used_store(s: Session) -> None:
     """A new run must not mix its steps with another's."""
-    if s.checkpointer is not None and (steps := s.checkpointer.steps()):
-        raise ConfigError(
-            "ckpt.dir", f"{s.config.ckpt.dir} holds checkpoints of another run (steps {list(steps)})"
-        )
+
+    def check() -> None:
+        if s.checkpointer is not None and (steps := s.checkpointer.steps()):
+            raise ConfigError(
+                "ckpt.dir", f"{s.config.ckpt.dir} holds checkpoints of another run (steps {list(steps)})"
+            )
+
+    s.world.on_main(check)
 
 
 def _introduce(s: Session) -> None:
@@ -89,8 +92,8 @@ def _introduce(s: Session) -> None:
     )
 
 
-def _restore(s: Session) -> None:
-    notes = s.restore()
+def _restore(s: Session, file: Path | None) -> None:
+    notes = s.restore(file)
     if s.world.is_main:
         for note in notes:
             print(f"checkpoint: {note}", flush=True)

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,12 +19,13 @@ from lf_meta.checkpoint import (
     Checkpointer,
     Restored,
     collect_state,
+    load_bundle,
     open_checkpointer,
     restore_state,
 )
 from lf_meta.config import Config
 from lf_meta.dist import StopConsensus, World, choose_precision
-from lf_meta.errors import ConfigError, NoCheckpointError
+from lf_meta.errors import CheckpointError, ConfigError, NoCheckpointError
 from lf_meta.evaluate import EvalJob
 from lf_meta.feed import Feed, Order, make_feed
 from lf_meta.metrics import MetricsFile, StepMetrics
@@ -72,20 +74,39 @@ class Session:
             self.checkpointer.save(self.step, tensors, items)
         self.saved_step = self.step
 
-    def restore(self) -> tuple[str, ...]:
-        """Load the newest good checkpoint on every rank; returns what there is to tell about it."""
+    def restore(self, file: Path | None = None) -> tuple[str, ...]:
+        """Load the newest good checkpoint on every rank, or the one in `file`, which every rank can read and which then
+        becomes the run's newest; returns what there is to tell about it.
+
+        Raises:
+            CheckpointError: none can be read, it does not fit the run, or the run has a later one than `file` holds.
+        """
         try:
-            restored = self._load_newest()
+            restored = self._load_newest() if file is None else load_bundle(file)
         except NoCheckpointError:
             self._cut_metrics(0)
             return ("nothing was saved yet: starting at step 0",)
+        if file is not None:
+            self.world.on_main(lambda: self._refuse_later(file, restored.step))
         restore_state(self.model, self.optimizer, restored)
         apply_hyperparameters(self.optimizer, self.config.optim)
         self._restore_position(restored.items["data"])
         self.step = self.saved_step = restored.items["train"]["step"]
         self.tokens_seen = restored.items["train"]["tokens_seen"]
         self._cut_metrics(self.step)
+        if file is not None and self.checkpointer is not None and self.step not in self.checkpointer.steps():
+            self.saved_step = -1
+            self.save()
         return restored.notes
+
+    def _refuse_later(self, file: Path, step: int) -> None:
+        """What is saved from now on must be the newest, or the next resume would take something else."""
+        later = [s for s in self.checkpointer.steps() if s > step] if self.checkpointer is not None else []
+        if later:
+            raise CheckpointError(
+                f"{file} holds step {step}, and the run has checkpoints of later steps {later}: resume without --file, "
+                "or move the run's checkpoints away"
+            )
 
     def _load_newest(self) -> Restored:
         if self.checkpointer is not None:
