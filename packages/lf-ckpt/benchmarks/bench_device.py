@@ -1,12 +1,14 @@
 #!/usr/bin/env python3
 """What saves cost a training run on one GPU: an LM of 1.65 B parameters with Adam, 19.7 GB of float32 state.
 
-    bench_device.py --json OUT.json [--tiny] [--batch 8] [--length 2048] [--steps 8] [--dir DIR] [--no-peers]
+    bench_device.py --json OUT.json [--tiny] [--batch 8] [--length 2048] [--steps 8] [--repeat 3] [--dir DIR]
+                    [--no-peers]
 
-Rows: training stopped by a save, what an overlapped save adds to its step, the steps during the background write, the
-first save and the page-locking apart, torch.save and DCP, restores. The model is lf-meta's gr00t_n16_lm where that is
-installed, else a transformer of the same widths. --tiny runs everything on a small model, on the host where there is
-no GPU; its numbers mean nothing.
+Rows: training stopped by a save, what an overlapped save adds to its step, also to a short step of 1 x 512 tokens, the
+steps during the background write, the first save and the page-locking apart, torch.save and DCP, restores. The model
+is lf-meta's gr00t_n16_lm where that is installed, else a transformer of the same widths. --tiny runs everything on a
+small model, on the host where there is no GPU; its numbers mean nothing. The JSON is written anew after every row, so
+that a run that is cut short keeps what it measured; "complete" says that none was.
 """
 
 from __future__ import annotations
@@ -18,6 +20,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +35,25 @@ import lf_ckpt
 
 COPY_SECONDS = 0.36  # research: 19.7 GB from an H200 into page-locked memory
 LIMIT_STOPPED, LIMIT_OVERLAPPED, LIMIT_SHORT, LONG_STEP, LIMIT_DURING = 0.5, 0.05, 0.04, 0.42, 1.03
+SHORT = (1, 512)
+
+
+def _shown(value: object) -> str:
+    return f"{value:.3f}" if isinstance(value, float) else str(value)
+
+
+class Rows(dict[str, Any]):
+    """Measurements by name, printed and written to a file as they come."""
+
+    def __init__(self, path: Path, **facts: Any) -> None:
+        super().__init__(facts)
+        self._path, self._began = path, time.perf_counter()
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        super().__setitem__(key, value)
+        shown = ", ".join(map(_shown, value)) if isinstance(value, list) else _shown(value)
+        print(f"{time.perf_counter() - self._began:6.1f} s  {key}: {shown}", flush=True)
+        self._path.write_text(json.dumps(self, indent=1))
 
 
 class Stand(nn.Module):
@@ -113,32 +135,41 @@ def make_job(tiny: bool, batch: int, length: int) -> Job:
     return job
 
 
-def measure_ours(job: Job, folder: Path, steps: int) -> dict[str, Any]:
-    """All rows of lf-ckpt."""
+def measure_ours(job: Job, folder: Path, rows: Rows, steps: int, repeat: int, short: torch.Tensor) -> None:
+    """All rows of lf-ckpt; short: the tokens of the short step."""
     state = lf_ckpt.collect(job.model, job.optimizer)
-    nbytes = sum(tensor.nbytes for tensor in state.tensors.values())
-    plain = statistics.median(job.step() for _ in range(steps))
-    computing = statistics.median(job.computing[-steps:])
-    rows: dict[str, Any] = {"state_bytes": nbytes, "step": plain, "forward+backward": computing}
+    rows["state_bytes"] = sum(tensor.nbytes for tensor in state.tensors.values())
+    plain, rows["forward+backward"] = step_time(job, steps)
+    rows["step"] = plain
     with lf_ckpt.open(folder, keep=[lf_ckpt.Last(1)], compress="raw", full_every=0) as store:
         rows["first save: stopped"], handle = stopped(job, store, 0)
         report = handle.wait()
         rows["first save: slab"], rows["io"] = report.slab, report.io
-        rows["durable"] = []
-        rows["stopped"] = []
-        for number in range(1, 4):
+        saves = []
+        for number in range(1, 1 + repeat):
             seconds, handle = stopped(job, store, number)
-            rows["stopped"].append(seconds)
-            rows["durable"].append(handle.wait().seconds_durable)
-        overlapped, during = zip(*(overlap(job, store, 10 + n, plain) for n in range(3)), strict=True)
-        rows["overlapped: added to the step"] = list(overlapped)
-        rows["step during the background write / step"] = [ratio for ratio in during if ratio is not None]
+            saves.append((seconds, handle.wait().seconds_durable))
+        rows["stopped"], rows["durable"] = map(list, zip(*saves, strict=True))
+        found = [overlap(job, store, 100 + n, plain) for n in range(repeat)]
+        rows["overlapped: added to the step"] = [added for added, _ in found]
+        rows["step during the background write / step"] = [ratio for _, ratio in found if ratio is not None]
         rows["restore in place, one pass"] = timed(
             job, lambda: store.load(into=state.tensors, precheck=False)
         )
         rows["restore in place, checked first"] = timed(job, lambda: store.load(into=state.tensors))
-    rows["bars"] = bars(rows)
-    return rows
+        job.tokens = short
+        short_step, rows["short: forward+backward"] = step_time(job, steps)
+        rows["short: step"] = short_step
+        rows["short: overlapped: added to the step"] = [
+            overlap(job, store, 200 + n, short_step)[0] for n in range(repeat)
+        ]
+
+
+def step_time(job: Job, steps: int) -> tuple[float, float]:
+    """Median seconds of a step, and of its forward and backward."""
+    job.step()
+    whole = statistics.median(job.step() for _ in range(steps))
+    return whole, statistics.median(job.computing[-steps:])
 
 
 def stopped(job: Job, store: lf_ckpt.Store, step: int) -> tuple[float, lf_ckpt.SaveHandle]:
@@ -168,10 +199,9 @@ def timed(job: Job, work: Callable[[], object]) -> float:
     return now(job.device) - began
 
 
-def measure_peers(job: Job, folder: Path) -> dict[str, Any]:
+def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
     """torch.save and DCP: how long training stands still, and the restore of torch.save."""
     tensors = lf_ckpt.collect(job.model, job.optimizer).tensors
-    rows: dict[str, Any] = {}
     path = folder / "state.pt"
     rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
 
@@ -182,28 +212,32 @@ def measure_peers(job: Job, folder: Path) -> dict[str, Any]:
     rows["torch.load in place"] = timed(job, restore)
     path.unlink()
     rows["DCP save: stopped"] = timed(job, lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
+    rows["DCP load in place"] = timed(job, lambda: dcp.load(tensors, checkpoint_id=folder / "dcp"))
     shutil.rmtree(folder / "dcp")
     pinned = job.device.type == "cuda"
     stager = DefaultStager(StagingOptions(pinned, True, False, pinned))
-    rows["DCP async_save, pinned memory reused: stopped"] = []
-    for _ in range(3):
+    saves = []
+    for _ in range(repeat + 1):
         began = now(job.device)
         future = dcp.async_save(tensors, checkpoint_id=folder / "dcp", async_stager=stager)
-        rows["DCP async_save, pinned memory reused: stopped"].append(now(job.device) - began)
+        seconds = now(job.device) - began
         getattr(future, "upload_completion", future).result()
+        saves.append((seconds, now(job.device) - began))
         shutil.rmtree(folder / "dcp")
     stager.close()
-    return rows
+    rows["DCP async_save, first: stopped"] = saves[0][0]
+    later = list(zip(*saves[1:], strict=True))
+    rows["DCP async_save, pinned memory reused: stopped"], rows["DCP async_save: uploaded"] = map(list, later)
 
 
-def bars(rows: dict[str, Any]) -> list[dict[str, Any]]:
+def bars(rows: Rows) -> list[dict[str, Any]]:
     """The bars of the issue, in seconds or as a ratio."""
-    long = rows["step"] >= LONG_STEP
-    limit = LIMIT_OVERLAPPED if long else max(0.0, COPY_SECONDS - rows["forward+backward"]) + LIMIT_SHORT
-    found = [
-        ("training stopped, s", min(rows["stopped"]), LIMIT_STOPPED),
-        ("overlapped save adds, s", min(rows["overlapped: added to the step"]), limit),
-    ]
+    found = [("training stopped, s", min(rows["stopped"]), LIMIT_STOPPED)]
+    for short in ("", "short: "):
+        long = rows[f"{short}step"] >= LONG_STEP
+        least = max(0.0, COPY_SECONDS - rows[f"{short}forward+backward"]) + LIMIT_SHORT
+        added = min(rows[f"{short}overlapped: added to the step"])
+        found.append((f"{short}overlapped save adds, s", added, LIMIT_OVERLAPPED if long else least))
     during = rows["step during the background write / step"]
     if during:
         found.append(("step during the background write / step", min(during), LIMIT_DURING))
@@ -220,6 +254,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
     parser.add_argument("--steps", type=int, default=8, help="steps that the plain step time is taken from")
+    parser.add_argument("--repeat", type=int, default=3, help="saves of each kind behind the first")
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
@@ -229,28 +264,31 @@ def main() -> None:
         return
     size = (2, 64) if arguments.tiny else (arguments.batch, arguments.length)
     job = make_job(arguments.tiny, *size)
-    with scratch(arguments.dir) as folder:
-        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
-        rows = measure_ours(job, folder / "store", arguments.steps)
-        peers = {} if arguments.no_peers else measure_peers(job, folder)
-        dist.destroy_process_group()
     name = torch.cuda.get_device_name() if job.device.type == "cuda" else "host, numbers mean nothing"
     print(f"{name}, torch {torch.__version__}, batch {size[0]} x {size[1]}, model {type(job.model).__name__}")
-    for key, value in {**rows, **peers}.items():
-        if key != "bars":
-            print(f"{key}: {', '.join(f'{v:.3f}' for v in value) if isinstance(value, list) else value}")
+    rows = Rows(
+        arguments.json,
+        version=2,
+        date=datetime.now(UTC).strftime("%Y-%m-%d"),
+        device=name,
+        torch=str(torch.__version__),
+        tiny=arguments.tiny,
+        batch=list(size),
+        model=type(job.model).__name__,
+        complete=False,
+    )
+    short = job.tokens[:1, :32] if arguments.tiny else job.tokens[: SHORT[0], : SHORT[1]]
+    with scratch(arguments.dir) as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+        measure_ours(job, folder / "store", rows, arguments.steps, arguments.repeat, short)
+        rows["bars"] = bars(rows)
+        if not arguments.no_peers:
+            measure_peers(job, folder, rows, arguments.repeat)
+        dist.destroy_process_group()
     for bar in rows["bars"]:
         verdict = "holds" if bar["holds"] else "MISSED"
         print(f"bar {bar['bar']}: {bar['value']:.3f}, limit {bar['limit']:.3f}, {verdict}")
-    document = {
-        "version": 1,
-        "device": name,
-        "torch": str(torch.__version__),
-        "tiny": arguments.tiny,
-        **rows,
-        **peers,
-    }
-    arguments.json.write_text(json.dumps(document, indent=1))
+    rows["complete"] = True
 
 
 if __name__ == "__main__":
