@@ -32,7 +32,7 @@ COEFFICIENTS = ("decay", "l2", "rate1", "beta2", "rate2", "step_size", "inverse"
 def gradient_at(addresses: Tensor, index: int, numel: int, half: bool) -> Tensor:
     """fp32 copy [numel] of the bf16 (``half``) or fp32 values at the CPU address ``addresses[index]``."""
     if numel == 0:
-        return torch.empty(0)
+        return torch.empty(0, dtype=torch.float32)
     raw = (ctypes.c_char * (numel * (2 if half else 4))).from_address(int(addresses[index]))
     return torch.frombuffer(raw, dtype=torch.bfloat16 if half else torch.float32).to(torch.float32, copy=True)
 

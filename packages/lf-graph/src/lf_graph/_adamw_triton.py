@@ -192,7 +192,7 @@ class TritonKernels:
         self._flat, self._launch = flat, launch
         self._tables: list[tuple[torch.dtype, Tensor, Tensor]] = []
         self._parts: dict[int, Part] = {}
-        self._partials = torch.zeros(0, device=flat.master.device)
+        self._partials = torch.zeros(0, dtype=torch.float32, device=flat.master.device)
         self._programs = launch.programs or _default_programs(flat.master.device)
 
     def prepare(self, dtypes: tuple[torch.dtype, ...]) -> None:
@@ -204,7 +204,7 @@ class TritonKernels:
         }
         self._parts = parts_of(list(cut.values()))
         rows = {d: torch.from_numpy(table).to(device) for d, table in cut.items()}
-        self._partials = torch.zeros(sum(map(len, rows.values())), device=device)
+        self._partials = torch.zeros(sum(map(len, rows.values())), dtype=torch.float32, device=device)
         partials = self._partials.split([len(r) for r in rows.values()])
         self._tables = [(d, r, part) for (d, r), part in zip(rows.items(), partials, strict=True)]
         self._load()

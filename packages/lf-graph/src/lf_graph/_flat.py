@@ -254,11 +254,11 @@ class FlatParameters:
 
     def _allocate(self, device: torch.device) -> None:
         n = self.layout.elements
-        self.master = torch.zeros(n, device=device)
-        self.exp_avg = torch.zeros(n, device=device)
-        self.exp_avg_sq = torch.zeros(n, device=device)
+        self.master = torch.zeros(n, dtype=torch.float32, device=device)
+        self.exp_avg = torch.zeros(n, dtype=torch.float32, device=device)
+        self.exp_avg_sq = torch.zeros(n, dtype=torch.float32, device=device)
         self.shadow = torch.zeros(self.layout.shadow_elements, dtype=torch.bfloat16, device=device)
-        self.steps = torch.zeros(len(self.parameters), device=device)
+        self.steps = torch.zeros(len(self.parameters), dtype=torch.float32, device=device)
         slots = self.layout.slots
         self._masters = [s.view(self.master) for s in slots]
         self._states: list[dict[str, Tensor]] = [

@@ -30,9 +30,9 @@ class StepState:
         self.backend, self.recipe, self.update, self.pool = backend, recipe, update, pool
         self.early = early  # parameters are updated within the backward
         self.update_pool = backend.new_pool()
-        self.totals = torch.zeros(2, device=backend.device)
-        self.report = torch.zeros(2, device=backend.device)
-        self.scale = torch.ones((), device=backend.device)
+        self.totals = torch.zeros(2, dtype=torch.float32, device=backend.device)
+        self.report = torch.zeros(2, dtype=torch.float32, device=backend.device)
+        self.scale = torch.ones((), dtype=torch.float32, device=backend.device)
         self.graphs: list[MicroGraph] = []  # one per signature; the last one was used last
         self.finish: Graph | None = None
         self.optimize: Graph | None = None

@@ -214,10 +214,12 @@ class StockUpdate:
             raise OptimizerError(kind, "it counts its steps on the host", "build it with capturable=True")
         self.names: Sequence[str] = [names.get(i, f"parameter {n}") for n, i in enumerate(found)]
         device = self.parameters[0].device
-        self.norm = torch.full((), float("nan"), device=device)
+        self.norm = torch.full((), float("nan"), dtype=torch.float32, device=device)
         self.skipped = torch.zeros((), dtype=torch.int64, device=device)
         self.kind = f"{type(optimizer).__name__} as it is, no shadows, no gate"
-        self._rates = [torch.tensor(float(g["lr"]), device=device) for g in optimizer.param_groups]
+        self._rates = [
+            torch.tensor(float(g["lr"]), dtype=torch.float32, device=device) for g in optimizer.param_groups
+        ]
         self._frozen = [_constants(g) for g in optimizer.param_groups]
         self._addresses = [p.data_ptr() for p in self.parameters]
         self._stand_ins = aliases(self.parameters)
