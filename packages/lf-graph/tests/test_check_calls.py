@@ -126,6 +126,30 @@ def test_checkpointing_with_generator_states_is_an_error_and_without_them_none()
     )
 
 
+def reentrant(x):
+    return checkpoint(F.gelu, x, use_reentrant=True, preserve_rng_state=False)  # at: reentrant
+
+
+def test_a_reentrant_checkpoint_is_an_error_at_its_line():
+    report = check(reentrant, X.clone().requires_grad_())
+    assert kinds(report) == ["reentrant", "stopped"]
+    finding = report.findings[0]
+    assert finding.where == at("reentrant")
+    assert "use_reentrant=False" in finding.fix
+    assert check(reentrant, X).ok  # nothing is differentiated through it
+
+
+def printing(x):
+    print(x)  # at: print
+    return x
+
+
+def test_printing_a_tensor_is_a_read():
+    finding = only(check(printing, X), "host_read")
+    assert (finding.op, finding.where) == ("Tensor.__repr__", at("print"))
+    assert "print it after the replay" in finding.fix
+
+
 def penalty(x):
     (g,) = torch.autograd.grad(x.pow(3).sum(), x, create_graph=True)  # at: create_graph
     return g.pow(2).sum()

@@ -122,10 +122,14 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def _explained(error: Exception, findings: Sequence[Finding]) -> Finding:
-    """The finding that the run ended; the error itself where no finding lies on its way."""
+    """The finding that the run ended; the error itself where no finding lies on its way.
+
+    A reentrant checkpoint fails in the backward, which does not pass through its line.
+    """
     passed = [f"{frame.filename}:{frame.lineno}" for frame in traceback.extract_tb(error.__traceback__)]
     named = {f.where: f for f in findings if f.where}
     cause = next((named[line] for line in reversed(passed) if line in named), None)
+    cause = cause or next((f for f in findings if f.kind == "reentrant"), None)
     if cause is None:
         raise error
     why = f"{cause.op} raised {type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"

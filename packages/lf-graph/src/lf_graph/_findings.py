@@ -32,6 +32,7 @@ Kind = Literal[
     "hook",  # Python code that a replay does not run
     "wrapped",  # sharded, data, tensor or pipeline parallel
     "double_backward",  # create_graph=True
+    "reentrant",  # a checkpoint that starts a backward of its own inside the backward
     "stopped",  # the dry run ended at a finding
 ]
 

@@ -19,28 +19,32 @@ from torch import Tensor, nn
 from lf_graph._errors import AddressError, GraphCaptureError, SignatureError
 
 _IS_TRAINED = attrgetter("requires_grad")
+OUTSIDE = "outside of the model"  # how modules beside the trained one are called
 
 
-def _modules_of(roots: Iterable[nn.Module]) -> list[tuple[str, nn.Module]]:
-    """Each module once, with its dotted name inside its root."""
+def _modules_of(roots: Iterable[nn.Module], root_name: str = "") -> list[tuple[str, nn.Module]]:
+    """Each module once, with its dotted name inside its root; ``{kind}`` in ``root_name`` is the root's class."""
     found: dict[nn.Module, str] = {}
     for root in roots:
-        for prefix, module in root.named_modules():
+        for prefix, module in root.named_modules(prefix=root_name.format(kind=type(root).__name__)):
             found.setdefault(module, prefix)
     return [(prefix, module) for module, prefix in found.items()]
 
 
 class Members:
-    """The members of modules and of everything inside them, at one moment; keeps their memory alive."""
+    """The members of modules and of everything inside them, at one moment; keeps their memory alive.
 
-    def __init__(self, roots: Iterable[nn.Module]) -> None:
+    Args:
+        roots: modules whose parameters are trained, or frozen.
+        outside: modules that are used beside them; whether their parameters want gradients does not matter.
+    """
+
+    def __init__(self, roots: Iterable[nn.Module], outside: Iterable[nn.Module] = ()) -> None:
         self._registries: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
         tensors: dict[int, tuple[str, Tensor]] = {}
-        for prefix, module in _modules_of(roots):
-            for registry in (module._modules, module._parameters, module._buffers):
-                self._registries.append((prefix, registry, dict(registry)))
-            named = {**module._parameters, **module._buffers}
-            tensors |= {id(t): (_name(prefix, n), t) for n, t in named.items() if t is not None}
+        self._add(_modules_of(roots), tensors)
+        own = len(tensors)
+        self._add(_modules_of(outside, f"{{kind}} {OUTSIDE}"), tensors)
         self._dicts = [registry for _, registry, _ in self._registries]
         self._lengths = list(map(len, self._dicts))
         self._filled = [registry for registry in self._dicts if registry]  # most are empty
@@ -50,8 +54,17 @@ class Members:
         # what the graph reads must outlive ``p.data = other``
         self._memory = [t.detach() for t in self._tensors]
         self._addresses = [t.data_ptr() for t in self._tensors]
-        self.trains = any(t.requires_grad for t in self._tensors)
-        self._trained = [t.requires_grad for t in self._tensors]
+        self._own = self._tensors[:own]
+        self._trained = [t.requires_grad for t in self._own]
+        self.trains = any(self._trained)
+
+    def _add(self, modules: Iterable[tuple[str, nn.Module]], tensors: dict[int, tuple[str, Tensor]]) -> None:
+        for prefix, module in modules:
+            for registry in (module._modules, module._parameters, module._buffers):
+                self._registries.append((prefix, registry, dict(registry)))
+            for name, t in {**module._parameters, **module._buffers}.items():
+                if t is not None:
+                    tensors.setdefault(id(t), (_name(prefix, name), t))
 
     def require(self, name: str, fix: str = "capture again after freezing or unfreezing parameters") -> None:
         """Refuse to replay with other members; host work only.
@@ -64,8 +77,8 @@ class Members:
             self._raise_exchanged(name)
         if list(map(Tensor.data_ptr, self._tensors)) != self._addresses:
             self._raise_moved(name)
-        if (now := list(map(_IS_TRAINED, self._tensors))) != self._trained:
-            pairs = zip(self._names, self._trained, now, strict=True)
+        if (now := list(map(_IS_TRAINED, self._own))) != self._trained:
+            pairs = zip(self._names, self._trained, now, strict=False)  # names of what is outside come last
             raise SignatureError(
                 name,
                 [f"requires_grad of {n}: {a} -> {b}" for n, a, b in pairs if a != b],
@@ -87,9 +100,14 @@ class Members:
     def _raise_moved(self, name: str) -> None:
         for which, tensor, address in zip(self._names, self._tensors, self._addresses, strict=True):
             if tensor.data_ptr() != address:
+                fix = "copy values in place with copy_(), or capture again"
+                if OUTSIDE in which:
+                    fix += (
+                        "; where another TrainStep trains it, capture that one first, or give it fused=False"
+                    )
                 raise AddressError(
-                    f"{name}: {which} lies elsewhere than at capture (its .data was replaced); copy values in place "
-                    "with copy_(), or capture again"
+                    f"{name}: {which} lies elsewhere than at capture (its .data was replaced, as .to() and the first "
+                    f"batch of another TrainStep do); {fix}"
                 )
 
 

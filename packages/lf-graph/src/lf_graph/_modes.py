@@ -18,6 +18,13 @@ class TrainingModes:
         self._modules = list(dict.fromkeys(m for root in roots for m in root.modules()))
         self._flags = [m.training for m in self._modules]
 
+    def add(self, roots: Iterable[nn.Module]) -> None:
+        """Take in more modules, in the mode in which they are now; inside :meth:`watching`."""
+        known = set(self._modules)
+        new = [m for m in dict.fromkeys(m for root in roots for m in root.modules()) if m not in known]
+        self._modules += new
+        self._flags += [m.training for m in new]
+
     @contextmanager
     def watching(self) -> Iterator[None]:
         """Leave out the modules whose mode the captured function sets by itself, inside the ``with`` block.
@@ -39,8 +46,11 @@ class TrainingModes:
             kept = [(m, flag) for m, flag in known if id(m) not in touched and m.training == flag]
             self._modules, self._flags = [m for m, _ in kept], [flag for _, flag in kept]
 
-    def require(self, name: str) -> None:
+    def require(self, name: str, otherwise: str = "or capture once more in this mode") -> None:
         """Refuse to replay in another mode.
+
+        Args:
+            otherwise: what else can be done than to call ``train()`` or ``eval()``.
 
         Raises:
             SignatureError: ``train()`` or ``eval()`` was called since; names each class of module once.
@@ -49,7 +59,7 @@ class TrainingModes:
         if now != self._flags:
             changed = zip(self._modules, self._flags, now, strict=True)
             found = [f"training of a {type(m).__name__}: {a} -> {b}" for m, a, b in changed if a is not b]
-            fix = "call train() or eval() as before the capture, or capture once more in this mode"
+            fix = f"call train() or eval() as before the capture, {otherwise}"
             raise SignatureError(name, list(dict.fromkeys(found)), fix)
 
 
@@ -57,8 +67,9 @@ def require_no_inference_mode(name: str) -> None:
     """Refuse a capture whose memory would be inference tensors, which nobody can write to later.
 
     Raises:
-        GraphError: inside ``torch.inference_mode()``.
+        GraphError: inside ``torch.inference_mode()``, or where every gradient is read back to look for NaN.
     """
+    require_no_anomaly_mode(name)
     if torch.is_inference_mode_enabled():
         raise GraphError(
             f"{name}: capture outside of torch.inference_mode(); torch.no_grad() captures no backward"
@@ -69,10 +80,24 @@ def require_gradients_on(name: str) -> None:
     """Refuse to capture a training step where autograd is off.
 
     Raises:
-        GraphError: inside ``torch.no_grad()`` or ``torch.inference_mode()``.
+        GraphError: inside ``torch.no_grad()`` or ``torch.inference_mode()``, or where every gradient is read back.
     """
+    require_no_anomaly_mode(name)
     if not torch.is_grad_enabled():
         raise GraphError(
             f"{name}: the first batch of a signature is captured with its backward, so call it outside of "
             "torch.no_grad() and torch.inference_mode()"
+        )
+
+
+def require_no_anomaly_mode(name: str) -> None:
+    """Refuse a capture in which autograd reads every gradient back.
+
+    Raises:
+        GraphError: while ``torch.autograd.detect_anomaly()`` looks for NaN.
+    """
+    if torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled():
+        raise GraphError(
+            f"{name}: torch.autograd.detect_anomaly() reads every gradient back, which a graph cannot: look for the "
+            "NaN in a plain backward of the same loss and batch, or give it check_nan=False"
         )

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch import Tensor, nn
 
 from lf_graph._frames import is_users
+from lf_graph._refused_calls import REENTRANT_CHECKPOINT, reenters
 from lf_graph._rules import HOST_CONSTANT, Verdict
 
 
@@ -70,6 +71,7 @@ SIDE_STREAM = Verdict(
     "call side.wait_stream(current) before and current.wait_stream(side) after, or stay on one stream",
     "warning",
 )
+REENTRANT = Verdict("reentrant", *REENTRANT_CHECKPOINT)
 CREATE_GRAPH = Verdict(
     "double_backward",
     "create_graph=True asks for a backward through the backward, which captured pieces do not have",
@@ -90,6 +92,10 @@ def _always(verdict: Verdict) -> Judge:
 
 def _checkpoint(frame: FrameType) -> Verdict | None:
     return CHECKPOINT if frame.f_locals["kwargs"].get("preserve_rng_state", True) else None
+
+
+def _reenters(frame: FrameType) -> Verdict | None:
+    return REENTRANT if reenters(frame.f_locals["ctx"]) else None
 
 
 def _create_graph(frame: FrameType) -> Verdict | None:
@@ -136,6 +142,7 @@ def _calls() -> list[tuple[str, Any, Judge]]:
         ("torch.manual_seed", torch.manual_seed, _always(RNG_STATE)),
         ("torch.random.fork_rng", torch.random.fork_rng, _forks),
         ("torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.checkpoint, _checkpoint),
+        ("torch.utils.checkpoint.checkpoint", torch.utils.checkpoint.CheckpointFunction.forward, _reenters),
         ("torch.cuda.Stream", cuda.Stream.__new__, _always(SIDE_STREAM)),
         ("torch.cuda.stream", cuda.StreamContext.__enter__, _enters_stream),
         ("torch.autograd.grad", torch.autograd.grad, _create_graph),

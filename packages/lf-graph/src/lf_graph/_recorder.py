@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_flatten, tree_map
 from lf_graph._backend import Position, T
 from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
+from lf_graph._refused_calls import refusing_calls
 
 _aten = torch.ops.aten
 _READ_BACK = "it needs the value on the host, and a graph cannot wait for the device"
@@ -103,7 +104,7 @@ def as_if_capturing() -> Iterator[None]:
 @contextmanager
 def refusing() -> Iterator[None]:
     """Run the branch of a capture without one, and raise at what a graph could not hold."""
-    with as_if_capturing(), Refusing():
+    with as_if_capturing(), refusing_calls(), Refusing():
         yield
 
 

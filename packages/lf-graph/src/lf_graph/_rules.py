@@ -251,7 +251,9 @@ def classify_call(name: str, args: Sequence[Any], result: Any, target: str = "cu
         result: what it returned.
         target: device type the graph is for.
     """
-    if name in ("tolist", "numpy", "__array__"):
+    if name == "__repr__" and args[0].device.type == "meta":
+        return None
+    if name in ("tolist", "numpy", "__array__", "__repr__"):
         on_host = target != "cpu" and isinstance(args[0], Tensor) and args[0].device.type == "cpu"
         return CPU_VALUE if on_host else read(name)
     if name == "cpu":

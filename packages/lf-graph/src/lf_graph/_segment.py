@@ -19,6 +19,7 @@ from lf_graph._backend import Backend, Graph, Position
 from lf_graph._early import handing_over
 from lf_graph._errors import GraphError
 from lf_graph._gradients import Collect, GradientSink
+from lf_graph._names import names_behind
 from lf_graph._pool import GraphPool
 from lf_graph._recorder import refusing
 
@@ -36,7 +37,8 @@ class Piece:
         name: for errors, statistics and NVTX ranges.
         checkpoint: keep only the inputs, and compute the forward again inside the backward graph, with the
                 same random numbers.
-        owners: modules that ``fn`` uses, when it is neither a module nor a method of one.
+        owners: modules that ``fn`` uses, when it is neither a module nor a method of one; default: those found
+            behind it (that it encloses, or reads as globals of its file).
     """
 
     fn: Callable[..., Any]
@@ -49,7 +51,9 @@ class Piece:
     def modules(self) -> list[nn.Module]:
         """The modules whose buffers, modes and parameters ``fn`` uses."""
         owner = getattr(self.fn, "__self__", self.fn)
-        return [owner] if isinstance(owner, nn.Module) else list(self.owners)
+        if isinstance(owner, nn.Module):
+            return [owner]
+        return list(self.owners) or list(names_behind(self.fn).roots.values())
 
 
 @dataclass

@@ -11,6 +11,8 @@ from torch import Tensor, nn
 
 from lf_graph._backend import Backend
 from lf_graph._members import buffers_as_they_were
+from lf_graph._outside import Outside
+from lf_graph._refused_calls import refusing_own_backward
 from lf_graph._segment import Autocast
 from lf_graph._uses import Owned, parameter_uses
 
@@ -31,7 +33,7 @@ def shadowed(
     kwargs: dict[str, Any],
 ) -> list[Tensor]:
     """Trained parameters, each once, that a bf16 shadow can stand in for; runs ``forward`` once without effect."""
-    with buffers_as_they_were([model]):
+    with buffers_as_they_were([model]), Outside([model]).watching(), refusing_own_backward():
         uses = parameter_uses(Owned(forward, model), *args, **kwargs)
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(p) for g in optimizer.param_groups for p in g["params"]}

@@ -76,6 +76,11 @@ def require_all_used(used: Sequence[Tensor], index: dict[int, int], names: Seque
     found = {index[id(p)] for p in used if id(p) in index}
     unused = [name for i, name in enumerate(names) if i not in found]
     strangers = sum(id(p) not in index for p in used)
+    if not found and not strangers:
+        raise GraphError(
+            "the loss has no gradient: it was detached, is made of whole numbers, or does not call the model (loss= "
+            "gets the batch, not the model's output)"
+        )
     if unused:
         raise GraphError(
             f"the loss does not depend on {', '.join(unused[:8])}{' ...' if len(unused) > 8 else ''}: use them, or "

@@ -16,7 +16,9 @@ from lf_graph._errors import GraphError
 from lf_graph._gradients import GradientSink
 from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
 from lf_graph._modes import TrainingModes
+from lf_graph._outside import Outside
 from lf_graph._pool import GraphPool
+from lf_graph._refused_calls import refusing_own_backward
 from lf_graph._sandbox import buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
 from lf_graph._static import Signature, StaticInputs, TensorSpec
@@ -87,7 +89,9 @@ def as_sum_and_count(result: Any) -> tuple[Tensor, Tensor]:
             "loss=lambda ...: the part of the result that is the loss"
         )
     total = pair[0].reshape(())
-    count = pair[1].reshape(()) if len(pair) == 2 else torch.ones((), device=total.device)
+    count = (
+        pair[1].reshape(()) if len(pair) == 2 else torch.ones((), dtype=torch.float32, device=total.device)
+    )
     return total, count
 
 
@@ -122,21 +126,25 @@ class MicroGraph:
         """
         backend, recipe = self.pool.backend, self.recipe
         require_no_gradient_hooks(recipe.roots)
-        assigned = AssignedBuffers(recipe.roots)
+        outside = Outside(recipe.roots)
+        outside.assigned.append(AssignedBuffers(recipe.roots))
         values = dict(zip(self.segment.pieces[0].inputs, self.static.tensors, strict=True))
         with ExitStack() as stack:
             stack.enter_context(self._modes.watching())
             stack.enter_context(restored(backend, [*buffers_of(recipe.roots), self._totals]))
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
-            with restored(backend, self.static.tensors):  # a loss may change its batch in place
-                self.segment.dry_run(values)
+            with restored(backend, self.static.tensors), outside.watching(), refusing_own_backward():
+                self.segment.dry_run(values)  # a loss may change its batch in place
+            self._modes.add(outside.modules)
+            stack.enter_context(restored(backend, buffers_of(outside.modules)))
             stack.enter_context(self._compiling())
             peak = backend.watch_peak()
             for _ in range(2):
                 with restored(backend, self.static.tensors):
                     used = self.segment.warm_up(values, runs=1)
-            assigned.settle()
+            for assigned in outside.assigned:
+                assigned.settle()
             self.pool.check_budget("this step", peak())
             sink = prepare(used)
             with self.pool.counting(self):
@@ -144,8 +152,9 @@ class MicroGraph:
                 self.segment.make_seeds()
                 self._begin = capture_begin()
                 self.segment.capture_backward(sink)
-        assigned.require_settled()
-        self._members = Members(recipe.roots)
+        for assigned in outside.assigned:
+            assigned.require_settled()
+        self._members = Members(recipe.roots, outside.modules)
 
     def _compiling(self) -> Any:
         recipe = self.recipe
@@ -164,7 +173,7 @@ class MicroGraph:
 
     def require_mode(self, name: str) -> None:
         """See :meth:`TrainingModes.require` and :meth:`Members.require`."""
-        self._modes.require(name)
+        self._modes.require(name, "evaluate with the model itself, or make a TrainStep in this mode")
         self._members.require(name, "make a new TrainStep after freezing or unfreezing parameters")
 
     def replay(self) -> None:

@@ -1,0 +1,97 @@
+"""Python calls that a dry run refuses because no operator gives them away.
+
+Each is exchanged by name for the duration of the run, for the thread of the run alone.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch import Tensor, nn
+
+from lf_graph._errors import GraphCaptureError
+from lf_graph._frames import user_line
+
+_OWN_BACKWARD = (
+    "a training step makes the backward and the update itself, from what the loss returns",
+    "return the loss, and leave backward(), zero_grad() and optimizer.step() to the step",
+)
+_SCALED = (
+    "nothing in the step divides the gradients by the scale again",
+    "return the loss unscaled; autocast=torch.bfloat16 needs no scaler",
+)
+_PRINTED = (
+    "it needs the values on the host, and a graph cannot wait for the device",
+    "return the tensor, or the loss, and print it after the replay",
+)
+REENTRANT_CHECKPOINT = (
+    "use_reentrant=True starts a backward of its own inside the backward, which reaches every parameter at once",
+    "pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
+)
+
+Judge = Callable[..., tuple[str, str] | None]
+
+
+@contextmanager
+def refusing_own_backward() -> Iterator[None]:
+    """A loss returns what is to be differentiated, as it is.
+
+    Raises:
+        GraphCaptureError: inside the block, at ``backward()`` or a gradient scaler's ``scale()``.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(_refusing(torch.autograd, "backward", lambda *a, **k: _OWN_BACKWARD))
+        stack.enter_context(_refusing(torch.amp.GradScaler, "scale", _scales))
+        yield
+
+
+@contextmanager
+def refusing_calls() -> Iterator[None]:
+    """What no graph can hold.
+
+    Raises:
+        GraphCaptureError: inside the block, where a tensor is printed, or at a reentrant checkpoint.
+    """
+    checkpoint = torch.utils.checkpoint.CheckpointFunction
+    with ExitStack() as stack:
+        stack.enter_context(_refusing(torch._tensor_str, "_str", _prints, "Tensor.__repr__"))
+        stack.enter_context(_refusing(checkpoint, "forward", reenters, "torch.utils.checkpoint.checkpoint"))
+        yield
+
+
+def _scales(scaler: torch.amp.GradScaler, *_: Any) -> tuple[str, str] | None:
+    return _SCALED if scaler.is_enabled() else None
+
+
+def _prints(tensor: Tensor, **_: Any) -> tuple[str, str] | None:
+    """Tensors without values, such as a compiler's, are printed without reading any."""
+    return _PRINTED if type(tensor) in (Tensor, nn.Parameter) and tensor.device.type != "meta" else None
+
+
+def reenters(ctx: Any, *_: Any) -> tuple[str, str] | None:
+    """Why and what to do, when a reentrant checkpoint is part of what is differentiated."""
+    return REENTRANT_CHECKPOINT if any(ctx.needs_input_grad) else None
+
+
+@contextmanager
+def _refusing(owner: Any, name: str, judge: Judge, op: str = "") -> Iterator[None]:
+    held, thread = vars(owner)[name], threading.get_ident()
+    real = held.__func__ if isinstance(held, staticmethod) else held
+    op = op or f"{owner.__name__}.{name}"
+
+    def judged(*args: Any, **kwargs: Any) -> Any:
+        problem = judge(*args, **kwargs) if threading.get_ident() == thread else None
+        if problem is not None:
+            raise GraphCaptureError(op, user_line(), *problem)
+        return real(*args, **kwargs)
+
+    setattr(owner, name, staticmethod(judged) if isinstance(held, staticmethod) else judged)
+    try:
+        yield
+    finally:
+        setattr(owner, name, held)
