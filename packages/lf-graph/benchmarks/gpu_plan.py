@@ -63,6 +63,7 @@ CALLS: dict[str, tuple[Command, ...]] = {
         step("lm", "lm512", 150, "ours,stock", "--match", "lm-512"),
         step("lm", "lm2048", 360, "ours,fused,stock", "--match", "lm-2048"),
     ),
+    "memory": (step("lm", "lm_memory", 560, "memory_rows", "--match", "lm-2048"),),
     "small": (
         Command("bench_hf.py", ("--batches", "1", "--budget-s", "190"), "hf", 200),
         Command("bench_adamw.py", (), "adamw", 70),

@@ -35,6 +35,8 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils import _pytree as pytree
 from workloads import Workload
 
+from lf_graph._cuda import peaks_before
+
 LAUNCH_CALLS = (
     "cudaLaunchKernel",
     "cuLaunchKernel",
@@ -247,14 +249,18 @@ def clean(device: torch.device) -> None:
 
 
 def peak_gib(device: torch.device) -> float:
-    """Most memory allocated since the last reset, in GiB."""
-    return torch.cuda.max_memory_allocated(device) / 2**30 if device.type == "cuda" else 0.0
+    """Most memory allocated since the last reset, in GiB; captures of lf-graph reset torch's count in between."""
+    if device.type != "cuda":
+        return 0.0
+    forgotten = peaks_before.get(torch.cuda.current_device() if device.index is None else device.index, 0)
+    return max(torch.cuda.max_memory_allocated(device), forgotten) / 2**30
 
 
 def reset_peak(device: torch.device) -> None:
     """Start counting the peak anew."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
+        peaks_before.clear()
 
 
 def _measure(row: Row, case: Case, effort: Effort) -> dict[str, Any]:

@@ -14,6 +14,8 @@ from torch import nn
 from workloads import Workload
 
 from lf_graph import Launch, TrainStep
+from lf_graph._compile import Recompute
+from lf_graph._step_options import Release
 
 
 @dataclass(frozen=True)
@@ -28,6 +30,9 @@ class Ours:
     compile: str = "blocks"
     shadows: bool = True
     options: dict[str, Any] = field(default_factory=dict)
+    recompute: Recompute = "default"
+    release: Release = "exact"
+    clip: float = 0.0
     launch: Launch | None = None
     expect_s: float = 55.0
     change: Callable[[nn.Module], nn.Module] = lambda model: model
@@ -38,7 +43,8 @@ class Ours:
 def prepare(case: Case, ours: Ours) -> Prepared:
     """Set one configuration up."""
     undo = ExitStack()
-    if case.device.type == "cuda":
+    compiles = case.device.type == "cuda"
+    if compiles:
         undo.enter_context(ours.around())
     model = ours.change(case.workload.accelerate(case.model()))
     loss = ours.loss or case.workload.loss
@@ -50,8 +56,11 @@ def prepare(case: Case, ours: Ours) -> Prepared:
         optimizer,
         loss=lambda *batch: loss(model, list(batch)),
         autocast=torch.bfloat16,
-        compile=ours.compile if case.device.type == "cuda" else "off",
+        compile=ours.compile if compiles else "off",
         compile_options=ours.options,
+        recompute=ours.recompute if compiles else "default",
+        release=ours.release,
+        clip=ours.clip,
         shadows=ours.shadows,
         launch=ours.launch,
     )

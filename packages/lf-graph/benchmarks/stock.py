@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch._functorch.config
 from measure import Case, Prepared, Row, count_trained, forget_moments, reload_weights
 from torch import Tensor, nn
 from workloads import Workload
@@ -27,7 +28,8 @@ class Variant:
     """One stock configuration.
 
     compile: "" (eager), "blocks" (each block alone) or "whole" (the model); ``options`` go to inductor, and ``mode``
-    replaces them. attention: "" lets torch choose the kernel. ``compile_optimizer`` compiles ``optimizer.step``.
+    replaces them; ``partition`` are settings of torch._functorch.config, by which forward and backward are cut apart.
+    attention: "" lets torch choose the kernel. ``compile_optimizer`` compiles ``optimizer.step``.
     """
 
     name: str
@@ -41,6 +43,7 @@ class Variant:
     attention: str = ""
     options: tuple[tuple[str, Any], ...] = ()
     mode: str | None = None
+    partition: tuple[tuple[str, Any], ...] = ()
     expect_s: float = 12.0
     urgent: bool = False
     plain: bool = False
@@ -180,6 +183,7 @@ def prepare(case: Case, variant: Variant) -> Prepared:
     """Set one variant up."""
     with ExitStack() as undo:
         undo.enter_context(only_attention(variant.attention))
+        undo.enter_context(torch._functorch.config.patch(dict(variant.partition)))
         model = build(case, variant)
         optimizer = adamw(model, variant, case.device)
         called = compiled(model, case.workload, variant)

@@ -26,6 +26,8 @@ LAZY = (
     "ours",
     "fused",
     "tuned",
+    "memory_rows",
+    "planned_memory",
     "epilogue",
     "peers",
     "bench_hf",

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import torch._functorch.config
 from bench_modules import loaded
 
 bench = pytest.fixture(scope="module")(loaded)
@@ -63,6 +65,41 @@ def test_every_fused_row_trains_as_the_plain_one(
         row = bench.measure.measure(ours.row_of(workload, 1, configuration), CPU, effort)
         assert row["status"] == "ok", row
         assert row["losses"] == pytest.approx(plain["losses"], rel=2e-2)
+
+
+def test_every_row_that_saves_memory_trains_as_the_plain_one(
+    bench: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(importlib.import_module("lf_graph.kernels._choice"), "_INTERPRETED", False)
+    rows, ours = importlib.import_module("memory_rows"), importlib.import_module("ours")
+    workload = bench.workloads.workloads(tiny=True)["lm"][-1]
+
+    def losses(one: Any) -> list[float]:
+        prepared = ours.prepare(bench.measure.Case(workload, 1, CPU), one)
+        found = [float(prepared.step()) for _ in range(3)]
+        prepared.close()
+        return found
+
+    plain = losses(ours.Ours(compile="off"))
+    # nothing is compiled here: rows that differ in that alone are one
+    others = {(o.release, o.clip, o.shadows, o.loss): o for o in rows.configurations(workload)}
+    assert len(others) == 4
+    for one in others.values():
+        assert losses(one) == pytest.approx(plain, rel=2e-2), one.name
+
+
+def test_stock_rows_are_cut_by_the_settings_of_ours(bench: Any) -> None:
+    rows, stock = importlib.import_module("memory_rows"), bench.stock
+    workload = bench.workloads.workloads(tiny=True)["lm"][-1]
+    case = bench.measure.Case(workload, 1, CPU)
+    config = torch._functorch.config
+    before = config.ban_recompute_materialized_backward
+    variant = replace(rows.variants()[0], compile="")
+    prepared = stock.prepare(case, variant)
+    assert not config.ban_recompute_materialized_backward
+    prepared.close()
+    assert config.ban_recompute_materialized_backward is before is True
+    assert rows.rows(bench.workloads.workloads(tiny=True)["vla"][0]) == []
 
 
 def test_every_variant_of_ours_is_a_row_of_its_own(bench: Any) -> None:

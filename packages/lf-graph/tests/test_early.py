@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,11 +12,14 @@ import torch
 import train_cases as cases
 from adamw_cases import DEVICE, IMPLEMENTATIONS, same_bits
 from adamw_cases import Twins as Moments
+from test_compile import as_it_is
 from test_sinks import Sum
 from torch import Tensor, nn
+from torch._inductor import compile_fx
 from train_cases import TOLERANCE, Twins, batches, model_of
 
 from lf_graph import AddressError, GraphError, TrainStep
+from lf_graph._compile import compile_function
 from lf_graph._early import Applied
 from lf_graph._pool import GraphPool
 from lf_graph._recorder import RecordBackend
@@ -178,6 +182,15 @@ def test_one_gradient_is_alive_at_a_time_or_as_many_as_wait_for_each_other() -> 
     assert peak == 3 * each
     peak, each = most_alive(together=1 << 30)
     assert peak == 6 * each
+
+
+@pytest.mark.skipif(DEVICE != "cpu", reason="the recorder is a CPU backend")
+def test_compiled_code_hands_its_gradients_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
+    with monkeypatch.context() as compiled:
+        compiled.setattr(nn.Linear, "forward", compile_function(nn.Linear.forward, None, "cheap"))
+        peak, each = most_alive(together=1, layers=2)
+    assert peak == each
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

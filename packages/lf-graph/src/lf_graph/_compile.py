@@ -96,7 +96,7 @@ def compiled(
         for unit in units:
             fast = compile_function(unit.forward, options, recompute)
             kept.append(fast)
-            stack.enter_context(_replaced_forward(unit, with_standard_strides(fast)))
+            stack.enter_context(replaced_forward(unit, with_standard_strides(fast)))
         yield kept
 
 
@@ -160,7 +160,8 @@ def _is_transposed(x: Any) -> bool:
 
 
 @contextmanager
-def _replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+def replaced_forward(module: nn.Module, forward: Callable[..., Any]) -> Iterator[None]:
+    """Let a module run ``forward`` inside the ``with`` block."""
     own = module.__dict__.get("forward")
     module.__dict__["forward"] = forward
     try:

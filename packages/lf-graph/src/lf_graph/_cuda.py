@@ -125,6 +125,10 @@ class _Recording:
         self._owner.heal()
 
 
+# by device: the highest number of allocated bytes that the allocator was told to forget
+peaks_before: dict[int, int] = {}
+
+
 class CudaBackend:
     """CUDA graphs on one device."""
 
@@ -219,7 +223,9 @@ class CudaBackend:
         caller.wait(self.capture_stream)
 
     def watch_peak(self) -> Callable[[], int]:
-        """Watches the allocator's peak."""
+        """Watches the allocator's peak, which begins anew; what it was is in ``peaks_before``."""
+        before = torch.cuda.max_memory_allocated(self.device)
+        peaks_before[self.device.index] = max(before, peaks_before.get(self.device.index, 0))
         torch.cuda.reset_peak_memory_stats(self.device)
         start = torch.cuda.memory_allocated(self.device)
         return lambda: torch.cuda.max_memory_allocated(self.device) - start

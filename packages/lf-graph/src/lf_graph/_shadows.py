@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph._backend import Backend
+from lf_graph._frugal import forward_only
 from lf_graph._members import buffers_as_they_were
 from lf_graph._outside import Outside
 from lf_graph._refused_calls import refusing_own_backward
@@ -34,7 +35,7 @@ def shadowed(
 ) -> list[Tensor]:
     """Trained parameters, each once, that a bf16 shadow can stand in for; runs ``forward`` once without effect."""
     with buffers_as_they_were([model]), Outside([model]).watching(), refusing_own_backward():
-        uses = parameter_uses(Owned(forward, model), *args, **kwargs)
+        uses = forward_only(lambda: parameter_uses(Owned(forward, model), *args, **kwargs))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(p) for g in optimizer.param_groups for p in g["params"]}
     eligible = {n for n, u in uses.items() if u.only_cast_to is torch.bfloat16}

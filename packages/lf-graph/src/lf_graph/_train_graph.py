@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from lf_graph._backend import Graph
 from lf_graph._compile import CompileMode, Recompute, blocks_of, compile_function, compiled
 from lf_graph._errors import GraphError
+from lf_graph._frugal import in_parts
 from lf_graph._gradients import GradientSink
 from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
 from lf_graph._modes import TrainingModes
@@ -135,7 +136,7 @@ class MicroGraph:
             stack.enter_context(swapped(recipe.roots, recipe.stand_ins))
             stack.enter_context(backend.preparing())
             with restored(backend, self.static.tensors), outside.watching(), refusing_own_backward():
-                self.segment.dry_run(values)  # a loss may change its batch in place
+                self._dry_run(values)  # a loss may change its batch in place
             self._modes.add(outside.modules)
             stack.enter_context(restored(backend, buffers_of(outside.modules)))
             stack.enter_context(self._compiling())
@@ -155,6 +156,13 @@ class MicroGraph:
         for assigned in outside.assigned:
             assigned.require_settled()
         self._members = Members(recipe.roots, outside.modules)
+
+    def _dry_run(self, values: dict[str, Tensor]) -> None:
+        """Uncompiled code, in no more memory than compiled code will need."""
+        if self.recipe.compile == "off":
+            self.segment.dry_run(values)
+        else:
+            in_parts(blocks_of(self.recipe.roots), lambda: self.segment.dry_run(values))
 
     def _compiling(self) -> Any:
         recipe = self.recipe
