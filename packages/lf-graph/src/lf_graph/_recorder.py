@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map
 
 from lf_graph._backend import Position, T
+from lf_graph._collectives import refused_collective
 from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
 from lf_graph._refused_calls import refusing_calls
@@ -51,7 +52,7 @@ def refused_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if masks and not _is_masked_fill(name, args, kwargs):
             return _UNKNOWN_SIZE, "index with integers, or use torch.where(mask, a, b)"
-    return _copy_across(name, args, kwargs)
+    return refused_collective(func) or _copy_across(name, args, kwargs)
 
 
 def _is_masked_fill(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

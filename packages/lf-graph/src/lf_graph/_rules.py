@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
+from lf_graph._collectives import refused_collective
 from lf_graph._findings import Finding, Kind, Severity
 from lf_graph._schema import op_name
 
@@ -137,6 +138,7 @@ def classify(
         or _copies(func, args, kwargs)
         or _operands(func, tensors)
         or _generators(leaves)
+        or _collectives(func)
     )
 
 
@@ -229,6 +231,11 @@ def _operands(func: Any, tensors: Sequence[Tensor]) -> Verdict | None:
     if _base(func) in ("_to_copy", "copy_") or "attention" in _base(func):
         return None
     return CPU_SCALAR if all(t.dim() == 0 for t in on_host) else CPU_OPERAND
+
+
+def _collectives(func: Any) -> Verdict | None:
+    refused = refused_collective(func)
+    return None if refused is None else Verdict("synchronize", *refused)
 
 
 def _generators(leaves: Sequence[Any]) -> Verdict | None:
