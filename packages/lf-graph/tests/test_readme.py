@@ -44,9 +44,33 @@ def test_the_pieces_are_those_of_the_committed_run(bench: Any) -> None:
 
     assert pieces.table(json.loads((BENCHMARKS / shown).read_text())["rows"]) in TEXT
 
+    by_row = {r["row"]: r for r in json.loads((BENCHMARKS / shown).read_text())["rows"]}
+    one, five = by_row["one graph"], by_row["five pieces"]
+    said = (
+        f"Five pieces take {five['ms'] / one['ms']:.2f} times the time of one graph to run, and "
+        f"{five['capture_s'] / one['capture_s']:.1f} times as long to capture"
+    )
+    assert said in TEXT
+
+
+def test_the_sweep_is_that_of_the_committed_run(bench: Any) -> None:
+    sweep = importlib.import_module("sweep")
+    rows = json.loads((BENCHMARKS / "results/sweep_h200_2026-11-30.json").read_text())["rows"]
+
+    assert sweep.table(rows) in TEXT
+
+
+def test_times_beside_the_tables_are_those_of_the_committed_run() -> None:
+    (command, shown) = re.findall(r"median of 3 processes \(`report\.py (\S+)`\) \| (.*) \|\n", TEXT)[0]
+    rows = json.loads((BENCHMARKS / command).read_text())["rows"]
+    by_row = {r["row"]: r["step_ms"] for r in rows if r["batch"] == 16 and r["status"] == "ok"}
+
+    eager, fused = by_row["eager"], by_row["eager fused"]
+    assert shown == f"{eager:.2f} ms; with fused AdamW and frozen weights in bf16 {fused:.2f} ms"
+
 
 def test_every_named_file_is_there() -> None:
-    named = re.findall(r"`(?:python )?benchmarks/([\w./]+)", TEXT) + re.findall(
+    named = re.findall(r"`(?:python )?benchmarks/([\w./-]+)", TEXT) + re.findall(
         r"results/[\w.-]+\.json", TEXT
     )
     assert named
