@@ -19,7 +19,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-ckpt", "lf-meta"]
+PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-comm", "lf-ckpt", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
 # lf-graph's check, partition and recipes are tested on its models, and gr00t_n16_vla against its blocks

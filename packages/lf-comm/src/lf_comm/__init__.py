@@ -1,0 +1,20 @@
+"""Exact row-sparse all-reduce for torch.distributed: any backend, the cheapest path, agreed by all ranks."""
+
+from lf_comm.cost import Load, Rates, measure_rates
+from lf_comm.ddp import SparseGradReducer
+from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Decision",
+    "Item",
+    "LayoutError",
+    "Load",
+    "Rates",
+    "RowReducer",
+    "RowsWork",
+    "SparseGradReducer",
+    "all_reduce_rows",
+    "measure_rates",
+]
