@@ -2,11 +2,13 @@
 
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
+from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "AccurateReducer",
     "Decision",
     "Item",
     "LayoutError",
@@ -15,6 +17,7 @@ __all__ = [
     "RowReducer",
     "RowsWork",
     "SparseGradReducer",
+    "accurate_all_reduce",
     "all_reduce_rows",
     "measure_rates",
 ]

@@ -10,10 +10,7 @@ reached. What is dense in a bucket stays one all-reduce.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -21,10 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lf_comm._worker import Behind, own_group
 from lf_comm.cost import Rates
 from lf_comm.rows import MIN_BYTES, Decision, Item, RowReducer
-
-_Job = Callable[[], None]
 
 
 class SparseGradReducer:
@@ -51,7 +47,7 @@ class SparseGradReducer:
         self._names = {id(parameter): name for name, parameter in named.items()}
         self._rows = RowReducer(group, rates=rates, min_bytes=min_bytes)
         self._decisions: dict[str, Decision] = {}
-        self._worker: _Worker | None = None
+        self._behind = Behind()
 
     @classmethod
     def attach(
@@ -66,9 +62,7 @@ class SparseGradReducer:
 
         Raises RuntimeError when `ddp` has a hook already.
         """
-        ranks = dist.get_process_group_ranks(ddp.process_group)
-        group = dist.new_group(ranks, backend=dist.get_backend(ddp.process_group))
-        reducer = cls(ddp.module, group, rates=rates, min_bytes=min_bytes, only=only)
+        reducer = cls(ddp.module, own_group(ddp), rates=rates, min_bytes=min_bytes, only=only)
         ddp.register_comm_hook(reducer, hook)
         return reducer
 
@@ -79,20 +73,7 @@ class SparseGradReducer:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket. On the CPU in a thread behind the backward pass, else in the current stream."""
         buffer, gradients, names = bucket.buffer(), bucket.gradients(), self._named(bucket.parameters())
-        future: torch.futures.Future[Tensor] = torch.futures.Future()
-
-        def work() -> None:
-            try:
-                future.set_result(self._average(buffer, gradients, names))
-            except Exception as error:  # DDP raises what the future holds
-                future.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
-
-        if buffer.device.type == "cpu":
-            self._worker = self._worker or _Worker()
-            self._worker.give(work)
-        else:
-            work()
-        return future
+        return self._behind.run(lambda: self._average(buffer, gradients, names), buffer.device)
 
     def _named(self, parameters: Iterable[Tensor]) -> list[str]:
         return [self._names.get(id(parameter), "") for parameter in parameters]
@@ -125,24 +106,6 @@ class SparseGradReducer:
 def hook(state: SparseGradReducer, bucket):  # type: ignore[no-untyped-def]  # DDP wants none but its own annotations
     """For ``DistributedDataParallel.register_comm_hook(state, hook)``; :meth:`SparseGradReducer.attach` does it."""
     return state.reduce(bucket)
-
-
-@dataclass
-class _Worker:
-    """One thread that does jobs in order, so that all ranks make the same collectives in the same order."""
-
-    def __post_init__(self) -> None:
-        self._jobs: queue.SimpleQueue[_Job] = queue.SimpleQueue()
-        # A daemon, since a peer that is gone can keep it waiting until the group's timeout.
-        threading.Thread(target=self._run, name="lf-comm", daemon=True).start()
-
-    def give(self, job: _Job) -> None:
-        """Do it after what was given before."""
-        self._jobs.put(job)
-
-    def _run(self) -> None:
-        while True:
-            self._jobs.get()()
 
 
 def _rest(buffer: Tensor, taken: list[Tensor]) -> list[Tensor]:
