@@ -17,6 +17,7 @@ import os
 import time
 import uuid
 from collections.abc import Collection, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 from .commit import TEMPORARY, choose_commit
@@ -29,6 +30,7 @@ from .manifest_text import dump
 from .reader import MANIFEST, read_manifest
 from .retention import Candidate, Rule, doomed
 from .storage import Storage
+from .summaries import Summaries
 
 _log = logging.getLogger("lf_ckpt")
 PIN = "PIN"
@@ -49,7 +51,9 @@ class Follower(Protocol):
 
 
 class Catalog:
-    """The committed steps of one store directory. Every method reads the disk; nothing is cached."""
+    """The committed steps of one store directory. Every method reads the disk; what has not changed is not parsed
+    again (summaries.py).
+    """
 
     def __init__(self, files: Storage, path: str) -> None:
         self.files, self.path = files, path
@@ -57,6 +61,7 @@ class Catalog:
         self.steps = os.path.join(path, "steps")
         self.store_id = ""
         self.follower: Follower | None = None
+        self._summaries = Summaries(files, self.steps)
 
     def stand_alone(self) -> None:
         """CkptError for a folder inside a store: files in there would keep its steps from ever being retired."""
@@ -101,7 +106,15 @@ class Catalog:
 
     def committed(self) -> list[Manifest]:
         """Manifests that are whole and whose files have their full length, oldest first."""
-        return [manifest for name in self.folders() if (manifest := self._whole(name)) is not None]
+        found = []
+        for summary in self.summaries():
+            with contextlib.suppress(CorruptError, OSError):  # a writer has removed it meanwhile
+                found.append(read_manifest(self.files, self.steps, summary.folder))
+        return found
+
+    def summaries(self) -> list[Manifest]:
+        """The same without tensors and items."""
+        return [summary for name in self.folders() if (summary := self._whole(name)) is not None]
 
     def new_folder(self, step: int) -> str:
         """Make the folder for a save of `step`: the step, or the first free attempt of it."""
@@ -115,6 +128,7 @@ class Catalog:
         """Publish MANIFEST after the data is durable; the step exists when this returns. Returns the root hash."""
         data, root = dump(manifest)
         self.place(manifest, data)
+        self._summaries.learn(replace(manifest, root=root), data)
         if self.follower is not None:
             self.follower.committed(manifest.folder)
         return root
@@ -154,7 +168,7 @@ class Catalog:
         bases = []
         for folder in folders:
             with contextlib.suppress(CorruptError, OSError):
-                manifest = read_manifest(self.files, self.steps, folder)
+                manifest = self._summaries.read(folder)
                 bases += [manifest.parent.folder] if manifest.parent else []
         return bases
 
@@ -163,7 +177,9 @@ class Catalog:
 
         OSError when one cannot be read just now: a step whose base is unknown makes every base precious.
         """
-        found = (self._whole(name, patient=False) for name in self.folders() if name not in damaged)
+        folders = self.folders()
+        self._summaries.keep(folders)
+        found = (self._whole(name, patient=False) for name in folders if name not in damaged)
         sound = {m.folder: m for m in found if m is not None and m.store == self.store_id}
         while orphans := [
             m.folder
@@ -294,8 +310,9 @@ class Catalog:
         return found
 
     def _whole(self, folder: str, *, patient: bool = True) -> Manifest | None:
+        """Summary of a step whose files have their length, else None."""
         try:
-            manifest = read_manifest(self.files, self.steps, folder)
+            manifest = self._summaries.read(folder)
             sizes = [self._size(os.path.join(self.steps, folder, file.name)) for file in manifest.files]
         except CorruptError:
             return None

@@ -44,10 +44,21 @@ _local = threading.local()
 
 def read_manifest(files: Storage, steps: str, folder: str) -> Manifest:
     """Parse `steps/folder/MANIFEST`; CorruptError, or OSError when it is not there."""
+    data = manifest_bytes(files, steps, folder)
+    return parse_manifest(data, os.path.join(steps, folder, MANIFEST), folder)
+
+
+def manifest_bytes(files: Storage, steps: str, folder: str) -> bytes:
+    """Content of `steps/folder/MANIFEST`; CorruptError when it is too large, OSError when it is not there."""
     path = os.path.join(steps, folder, MANIFEST)
     data = read_all(files, path, MANIFEST_LIMIT)
     if data is None:
         raise CorruptError(path, "manifest is too large", expected=f"<= {MANIFEST_LIMIT}")
+    return data
+
+
+def parse_manifest(data: bytes, path: str, folder: str) -> Manifest:
+    """The manifest of the step in `folder` from its bytes; CorruptError."""
     manifest = parse(data, path)
     if manifest.folder != folder:
         raise CorruptError(path, "manifest belongs to another step", expected=folder, found=manifest.folder)

@@ -43,7 +43,7 @@ class StepLoader:
 
     def steps(self) -> tuple[int, ...]:
         """Committed steps, ascending."""
-        return tuple(sorted({manifest.step for manifest in self._catalog.committed()}))
+        return tuple(sorted({manifest.step for manifest in self._catalog.summaries()}))
 
     def newest_attempt(self, step: int, folders: Sequence[str] | None = None) -> str:
         """Folder of a step; NoCheckpointError when it is not committed."""

@@ -334,7 +334,7 @@ class Store:
             return
         base = verified_base(reader, self._catalog.store_id, self._rank)
         if base is not None:
-            saver.adopt(base, (m.parent.folder for m in self._catalog.committed() if m.parent))
+            saver.adopt(base, (m.parent.folder for m in self._catalog.summaries() if m.parent))
 
     def _raise_upload_error(self) -> None:
         error = self._mirror.take_error() if self._mirror is not None else None
