@@ -382,3 +382,28 @@ def accurate_refusals(rank: int) -> list[str]:
         except (TypeError, ValueError) as error:
             said.append(str(error))
     return said
+
+
+def disagreements(rank: int) -> list[str]:
+    """What each rank hears when one is different."""
+    said = []
+
+    def attempt(work: Callable[[], object]) -> None:
+        try:
+            work()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+
+    tensor = torch.zeros(2048, 256)
+    odd = rank == 1
+    attempt(lambda: RowReducer(rates=FREE if odd else SLOW_LINK).all_reduce(tensor, "w"))
+    ids = torch.tensor([5000 if odd else 5])
+    attempt(lambda: RowReducer(rates=FREE).all_reduce(tensor, "w", rows=ids))
+    attempt(lambda: RowReducer(rates=FREE).all_reduce(tensor, "w", rows=torch.ones(1) if odd else ids))
+    attempt(lambda: RowReducer(rates=FREE).all_reduce(tensor, "a" if odd else "b"))
+    assert not tensor.any()
+    # one that searches and one that knows agree
+    tensor[3] = 1.0
+    found = RowReducer(rates=SLOW_LINK).all_reduce(tensor, "w", rows=torch.tensor([3]) if odd else None)
+    said.append(found.decision.path)
+    return said

@@ -116,3 +116,14 @@ def test_measured_rates_are_those_of_all_ranks(ranks: Ranks) -> None:
     assert first.scan > 0
     (alone,) = ranks.call(jobs.measured, 1)
     assert alone.add > 0
+
+
+def test_ranks_that_differ_hear_of_it_all_at_once(ranks: Ranks) -> None:
+    zero, one, two = ranks.call(jobs.disagreements, 3)
+    assert zero == two
+    assert "DisagreementError: rank 1 and rank 0 differ" in zero[0] == one[0]
+    assert "rank 1 failed before its sum" in zero[1] == zero[2]
+    assert one[1].startswith("IndexError")
+    assert one[2].startswith("TypeError: rows: torch.float32")
+    assert "differ" in zero[3] == one[3]
+    assert zero[4] == one[4] != "dense"

@@ -1,5 +1,6 @@
 """Exact row-sparse all-reduce for torch.distributed: any backend, the cheapest path, agreed by all ranks."""
 
+from lf_comm._ask import DisagreementError
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
@@ -10,6 +11,7 @@ __version__ = "0.1.0"
 __all__ = [
     "AccurateReducer",
     "Decision",
+    "DisagreementError",
     "Item",
     "LayoutError",
     "Load",

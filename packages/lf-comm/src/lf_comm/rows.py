@@ -11,7 +11,6 @@ in the order of ranks: the same bits on every rank and in every run.
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -21,9 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lf_comm._ask import Own, ask
 from lf_comm._channel import Channel
 from lf_comm._paths import PATHS, Known, dense
-from lf_comm._scan import live_rows, pack_bits, unpack_bits
+from lf_comm._scan import live_rows
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.history import History
 
@@ -90,7 +90,8 @@ class PlannedSum:
 class RowReducer:
     """Sums tensors over one group, and learns by their names what is cheapest.
 
-    Every rank makes the same calls with tensors of the same shapes, dtypes and keys.
+    Every rank makes the same calls with tensors of the same shapes, dtypes and keys. Where ranks differ in rates, plan
+    or past, or one fails before it has told its rows, all raise DisagreementError and nothing is summed.
     """
 
     def __init__(
@@ -173,38 +174,30 @@ class RowReducer:
             return
         if self._rates is None and plan == "auto":
             self._rates = measure_rates(self.channel.group, asking[0].rows.device)
-        lives = [_own_rows(one.item, one.rows) for one in asking]
-        for one, known, seconds in zip(asking, *self._exchange(asking, lives), strict=True):
-            one.known = known
-            one.load = Load.of(known, one.rows.shape[1] * one.rows.element_size())
+        own, failed = [], None
+        for one in asking:
+            try:
+                rows = _own_rows(one.item, one.rows)
+            except Exception as error:  # the others must hear of it, or they wait for what will never come
+                rows, failed = torch.zeros(len(one.rows), dtype=torch.bool, device=one.rows.device), error
+            own.append(Own(rows, self._last.pop(one.item.key or "", 0.0), one.item.rows is None))
+        past = [(one.item.key, one.history) for one in asking]
+        for one, told in zip(asking, ask(own, (plan, self._rates, past), failed, self.channel), strict=True):
+            one.known = told.known
+            one.load = Load.of(told.known, one.rows.shape[1] * one.rows.element_size())
             if plan != "auto":
                 one.path, one.reason = plan, "as asked"
                 continue
             assert self._rates is not None
-            predicted = self._rates.predict(one.load, scanned=one.item.rows is None)
+            predicted = self._rates.predict(one.load, scanned=told.scanned)
             history = one.history or History()
-            history.learn(seconds)
+            history.learn(told.seconds)
             one.path = history.choose(predicted)
             one.predicted = predicted[one.path]
             cheapest = ", ".join(f"{p} {1e3 * s:.2f} ms" for p, s in predicted.items())
             one.reason = (
                 f"{one.load.most} rows at most, {one.load.union} in all of {one.load.rows}: {cheapest}"
             )
-
-    def _exchange(
-        self, asking: Sequence[PlannedSum], lives: Sequence[Tensor]
-    ) -> tuple[list[Known], list[float]]:
-        """Every rank's rows, and what the last sum of each tensor took on the slowest rank."""
-        last = [self._last.pop(one.item.key, 0.0) if one.item.key is not None else 0.0 for one in asking]
-        times = torch.tensor(last, dtype=torch.float64).view(torch.uint8).to(lives[0].device)
-        packed = [pack_bits(live) for live in lives]
-        got = self.channel.all_gather(torch.cat([times, *packed]))
-        slowest = got[:, : times.numel()].cpu().contiguous().view(torch.float64).amax(0).tolist()
-        known, at = [], times.numel()
-        for bits, live in zip(packed, lives, strict=True):
-            known.append(Known(unpack_bits(got[:, at : at + bits.numel()], live.numel())))
-            at += bits.numel()
-        return known, [seconds if math.isfinite(seconds) else 0.0 for seconds in slowest]
 
     def run(self, one: PlannedSum, op: Op) -> RowsWork:
         """Make one decided sum."""
