@@ -287,13 +287,20 @@ LOSSES: dict[str, Callable[[nn.Module, list[Tensor]], Tensor]] = {
 }
 
 
-def language_model(layers: int, loss: str, recompute: Recompute, dims: models.LMDims = LM_DIMS) -> Planned:
-    """The benchmark's language model with bf16 shadows of its linear layers, as TrainStep gives them."""
+def shadowed(model: models.LM, loss: str) -> list[nn.Linear]:
+    """The layers whose weight TrainStep gives a bf16 shadow; the head outside of plain losses is read in fp32."""
+    linear = (m for m in model.modules() if isinstance(m, nn.Linear))
+    return [m for m in linear if loss == "plain" or m is not model.head]
+
+
+def language_model(
+    layers: int, loss: str, recompute: Recompute, shadows: bool = True, dims: models.LMDims = LM_DIMS
+) -> Planned:
+    """The benchmark's language model as TrainStep compiles it."""
     with FakeTensorMode(), mock.patch.object(nn.functional, "scaled_dot_product_attention", _attend):
         model = models.LM(replace(dims, layers=layers))
-        for module in model.modules():
-            if isinstance(module, nn.Linear) and (loss == "plain" or module is not model.head):
-                module.weight.data = module.weight.data.bfloat16()
+        for module in shadowed(model, loss) if shadows else []:
+            module.weight.data = module.weight.data.bfloat16()
         batch = [torch.zeros(BATCH, LENGTH, dtype=torch.int64) for _ in range(2)]
 
         def compute() -> Tensor:
@@ -304,14 +311,12 @@ def language_model(layers: int, loss: str, recompute: Recompute, dims: models.LM
         return planned(compute, trained, recompute)
 
 
-def optimizer_bytes(loss: str, dims: models.LMDims = LM_DIMS) -> int:
-    """Masters and two moments in fp32, and bf16 shadows of linear layers (of the head where it is one)."""
+def optimizer_bytes(loss: str, shadows: bool = True, dims: models.LMDims = LM_DIMS) -> int:
+    """Masters and two moments in fp32, and bf16 shadows."""
     with torch.device("meta"):
         model = models.LM(dims)
-    linear = [
-        m for m in model.modules() if isinstance(m, nn.Linear) and (loss == "plain" or m is not model.head)
-    ]
-    return 12 * sum(p.numel() for p in model.parameters()) + 2 * sum(m.weight.numel() for m in linear)
+    halves = [m.weight.numel() for m in shadowed(model, loss)] if shadows else []
+    return 12 * sum(p.numel() for p in model.parameters()) + 2 * sum(halves)
 
 
 def at_depth(depths: Sequence[int], values: Sequence[int], layers: int) -> int:
@@ -320,12 +325,12 @@ def at_depth(depths: Sequence[int], values: Sequence[int], layers: int) -> int:
     return round(values[-1] + slope * (layers - depths[-1]))
 
 
-def row_of(loss: str, recompute: Recompute, depths: Sequence[int]) -> dict[str, Any]:
+def row_of(loss: str, recompute: Recompute, depths: Sequence[int], shadows: bool = True) -> dict[str, Any]:
     """One way of compiling: bytes at the depth of the workload, and what a layer keeps."""
-    found = [language_model(layers, loss, recompute) for layers in depths]
+    found = [language_model(layers, loss, recompute, shadows) for layers in depths]
     line = lambda values: at_depth(depths, values, LM_DIMS.layers)  # noqa: E731
     first, last = (sum(size for _, size in plan.kept.values()) for plan in (found[0], found[-1]))
-    step = optimizer_bytes(loss)
+    step = optimizer_bytes(loss, shadows)
     return {
         "loss": loss,
         "recompute": recompute,
@@ -370,12 +375,13 @@ def main(argv: list[str] | None = None) -> None:
         "--loss", default="fused", help="plain, fused, outside (the compiled part ends at hidden states)"
     )
     p.add_argument("--recompute", default="default,cheap,0.99", help="default, cheap, or shares of memory")
+    p.add_argument("--no-shadows", action="store_true", help="weights are fp32, and cast where they are read")
     p.add_argument("--kept", action="store_true", help="list what the deeper one keeps")
     p.add_argument("--json", type=Path)
     args = p.parse_args(argv)
     depths = [int(d) for d in args.layers.split(",")]
     rows = [
-        row_of(loss, _recompute(how), depths)
+        row_of(loss, _recompute(how), depths, not args.no_shadows)
         for loss in args.loss.split(",")
         for how in args.recompute.split(",")
     ]
