@@ -12,7 +12,14 @@ import torch._functorch.config as functorch_config
 from torch import Tensor, nn
 from torch._inductor import compile_fx
 
-from lf_graph._compile import Recompute, blocks_of, compile_function, compiled, with_standard_strides
+from lf_graph._compile import (
+    InductorWith,
+    Recompute,
+    blocks_of,
+    compile_function,
+    compiled,
+    with_standard_strides,
+)
 
 
 class Seen:
@@ -213,4 +220,5 @@ def test_code_is_shared_by_equal_settings_only_and_torchs_come_back(monkeypatch:
     for recompute in ("cheap", "cheap", "default", "cheap"):
         compile_function(double, None, recompute)(x)
     assert seen == [False, True]
+    assert len({InductorWith({"a": [1]}, {"b": 1}), InductorWith({"a": [1]}, {"b": 1})}) == 1
     assert functorch_config.ban_recompute_materialized_backward is True

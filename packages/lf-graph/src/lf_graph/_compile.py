@@ -120,6 +120,10 @@ class InductorWith:
     options: dict[str, Any]
     settings: dict[str, Any]
 
+    def __hash__(self) -> int:
+        """Of the names alone: values of options need not be hashable."""
+        return hash((*sorted(self.options), *sorted(self.settings)))
+
     def __call__(self, graph: torch.fx.GraphModule, inputs: Sequence[Any]) -> Any:
         """Compile one graph of Dynamo's."""
         import torch._functorch.config
