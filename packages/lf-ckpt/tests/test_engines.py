@@ -139,7 +139,14 @@ def test_direct_writes_that_were_asked_for_and_are_refused_are_an_error(tmp_path
 
 @pytest.mark.parametrize(
     "options",
-    [{"engine": "aio"}, {"writers": 0}, {"rate_limit": 0}, {"priority": "idle"}, {"expected_bytes": -1}],
+    [
+        {"engine": "aio"},
+        {"writers": 0},
+        {"rate_limit": 0},
+        {"priority": "idle"},
+        {"expected_bytes": -1},
+        {"slab_bytes": (4 << 20) - 1},
+    ],
     ids=str,
 )
 def test_options_out_of_range_are_refused_by_name(tmp_path: Path, options: dict[str, Any]) -> None:

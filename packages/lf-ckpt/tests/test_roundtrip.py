@@ -239,8 +239,9 @@ def freed(tensor: torch.Tensor) -> torch.Tensor:
         TwoTensor(torch.ones(2), torch.ones(2)),
         FakeTensorMode().from_tensor(torch.ones(2)),
         freed(torch.ones(2)),
+        torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
     ],
-    ids=["sparse", "meta", "list", "wrapper", "fake", "freed"],
+    ids=["sparse", "meta", "list", "wrapper", "fake", "freed", "nested"],
 )
 def test_tensors_without_plain_bytes_are_refused_by_name(tmp_path: Path, tensor: object) -> None:
     with lf_ckpt.open(tmp_path) as store, pytest.raises(lf_ckpt.UnsupportedError, match="culprit"):

@@ -243,7 +243,7 @@ def empty(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     tensor = torch.empty(tuple(shape), dtype=dtype, device="meta")
     size = tensor.numel() * tensor.element_size()
     if size < EXTENT_BYTES:
-        return torch.empty(tuple(shape), dtype=dtype)
+        return torch.empty(tuple(shape), dtype=dtype, device="cpu")
     return torch.frombuffer(_pages(size), dtype=dtype, count=tensor.numel()).view(tuple(shape))
 
 

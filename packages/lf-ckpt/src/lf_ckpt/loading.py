@@ -192,7 +192,7 @@ def _target(name: str, tensor: torch.Tensor, entry: TensorEntry) -> _Target:
     try:
         return _Target(name, live, entry, Window(live.view(entry.shape), full), None)
     except RuntimeError:
-        copy = torch.empty(entry.shape, dtype=live.dtype)
+        copy = torch.empty(entry.shape, dtype=live.dtype, device="cpu")
         return _Target(name, live, entry, Window(copy, full), lambda: live.copy_(copy.view(live.shape)))
 
 

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Final, Literal, TypeAlias, get_args
 
 from .retention import Rule
+from .sizing import MIN_SLAB
 from .storage import Mode
 from .upload import Upload
 
@@ -70,6 +71,8 @@ class Options:
         for name, count in (("threads", self.threads), ("writers", self.writers)):
             if count < 1:
                 raise ValueError(f"{name}={count}: at least 1")
+        if self.slab_bytes is not None and self.slab_bytes < MIN_SLAB:
+            raise ValueError(f"slab_bytes={self.slab_bytes}: at least {MIN_SLAB} bytes (4 MiB), or None")
         if self.rate_limit is not None and self.rate_limit < 1:
             raise ValueError(f"rate_limit={self.rate_limit}: bytes per second, at least 1, or None")
         if self.expected_bytes is not None and self.expected_bytes < 0:

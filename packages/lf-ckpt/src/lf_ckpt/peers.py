@@ -98,15 +98,15 @@ class Peers:
         return lost
 
     def _send(self, rank: int, data: bytes) -> None:
-        size = torch.tensor([len(data)], dtype=torch.int64)
+        size = torch.tensor([len(data)], dtype=torch.int64, device="cpu")
         body = torch.frombuffer(bytearray(data), dtype=torch.uint8)
         for tensor in (size, body):
             self._finish(dist.isend(tensor, self._ranks[rank], group=self._group, tag=self._tag))
 
     def _receive(self, rank: int) -> bytes:
-        size = torch.empty(1, dtype=torch.int64)
+        size = torch.empty(1, dtype=torch.int64, device="cpu")
         self._finish(dist.irecv(size, self._ranks[rank], group=self._group, tag=self._tag))
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device="cpu")
         self._finish(dist.irecv(data, self._ranks[rank], group=self._group, tag=self._tag))
         return data.numpy().tobytes()
 

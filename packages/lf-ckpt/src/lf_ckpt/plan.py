@@ -171,8 +171,19 @@ def _check_tensor(name: object, tensor: object) -> None:
         raise UnsupportedError(f"{name}: {type(tensor).__name__}, but names are flat; {hint}")
     if not isinstance(tensor, torch.Tensor):
         raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor; put it in `items`")
-    if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type == "meta":
-        kind = "quantized" if tensor.is_quantized else f"{tensor.layout} on {tensor.device}"
+    if (
+        tensor.layout != torch.strided
+        or tensor.is_quantized
+        or tensor.is_nested
+        or tensor.device.type == "meta"
+    ):
+        kind = (
+            "quantized"
+            if tensor.is_quantized
+            else "nested"
+            if tensor.is_nested
+            else f"{tensor.layout} on {tensor.device}"
+        )
         raise UnsupportedError(f"{name}: {kind} tensors have no plain bytes; convert it first")
     if math.prod(max(n, 1) for n in tensor.shape) >= 1 << 63:
         raise UnsupportedError(f"{name}: an empty tensor of shape {list(tensor.shape)} cannot be made again")

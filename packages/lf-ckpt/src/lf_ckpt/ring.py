@@ -43,7 +43,7 @@ class CudaLane:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Lane; page-locked, so that the device reads it by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
 
     def follow(self) -> None:
         """See Lane: memory that is about to be filled may still be in use by kernels of its owner before."""
@@ -71,7 +71,7 @@ class BlockingLane:
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Lane."""
-        return torch.empty(nbytes, dtype=torch.uint8)
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu")
 
     def follow(self) -> None:
         """Nothing is queued."""

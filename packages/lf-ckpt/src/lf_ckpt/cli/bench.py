@@ -59,7 +59,11 @@ def make_state(nbytes: int) -> dict[str, torch.Tensor]:
     """Normal float32 numbers in tensors of 64 MiB, about `nbytes` in all."""
     sizes = [_TENSOR_BYTES] * (nbytes // _TENSOR_BYTES) + [nbytes % _TENSOR_BYTES]
     generator = torch.Generator().manual_seed(0)
-    return {f"t{i}": torch.randn(size // 4, generator=generator) for i, size in enumerate(sizes) if size >= 4}
+    return {
+        f"t{i}": torch.randn(size // 4, generator=generator, device="cpu")
+        for i, size in enumerate(sizes)
+        if size >= 4
+    }
 
 
 def _check(nbytes: int, saves: int) -> None:

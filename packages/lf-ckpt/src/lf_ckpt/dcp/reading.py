@@ -179,7 +179,7 @@ def _target(item: ReadItem, planner: LoadPlanner, entry: TensorEntry) -> _Target
     offsets = item.storage_index.offset or (0,) * len(entry.shape)
     box = Box(tuple(a + b for a, b in zip(offsets, item.storage_offsets, strict=True)), tuple(item.lengths))
     dtype = dtype_of(entry.dtype)
-    place = tensor if tensor.dtype == dtype else torch.empty(box.shape, dtype=dtype)
+    place = tensor if tensor.dtype == dtype else torch.empty(box.shape, dtype=dtype, device="cpu")
     return _Target(item, tensor, entry, Window(place, box))
 
 

@@ -364,7 +364,7 @@ class _Job:
 def _stream(entry: TensorEntry | BlobEntry) -> Stream:
     if isinstance(entry, BlobEntry):
         return Stream(entry.name, "U8", (), entry.nbytes, b"")
-    return Stream(entry.name, entry.dtype, entry.shape, entry.nbytes, torch.empty(0))
+    return Stream(entry.name, entry.dtype, entry.shape, entry.nbytes, torch.empty(0, device="cpu"))
 
 
 def _room(piece: Bytes) -> Bytes:

@@ -167,7 +167,7 @@ class _Folder:
         shape, dtype = _counts(entry.size), _dtype(entry.properties)
         name_of(dtype)
         if not math.prod(shape):
-            return torch.empty(shape, dtype=dtype)
+            return torch.empty(shape, dtype=dtype, device="cpu")
         boxes = [Box(_counts(chunk.offsets), _counts(chunk.sizes)) for chunk in entry.chunks]
         boxes = [box for box in boxes if box.volume]
         if (problem := cover_problem(shape, boxes)) is not None:
@@ -182,7 +182,7 @@ class _Folder:
             raise ValueError(f"{name}: a part has no place or too small a one")
         if single:
             return self._part(name, *found[0], dtype)
-        whole = torch.empty(shape, dtype=dtype)
+        whole = torch.empty(shape, dtype=dtype, device="cpu")
         for box, place in found:
             part_of(whole, box).copy_(self._part(name, box, place, dtype))
         return whole

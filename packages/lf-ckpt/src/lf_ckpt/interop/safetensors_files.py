@@ -82,7 +82,7 @@ def read_safetensors(
 def _view(data: mmap.mmap, start: int, tensor: SafeTensor) -> torch.Tensor:
     dtype, count = dtype_of(tensor.dtype), tensor.end - tensor.begin
     if count == 0:
-        return torch.empty(tensor.shape, dtype=dtype)
+        return torch.empty(tensor.shape, dtype=dtype, device="cpu")
     flat = torch.frombuffer(data, dtype=torch.uint8, count=count, offset=start + tensor.begin)
     if flat.data_ptr() % dtype.itemsize:
         flat = flat.clone()

@@ -46,7 +46,7 @@ def raw_pieces(reader: StepReader, entry: TensorEntry | BlobEntry) -> Iterator[B
     A piece is overwritten by the next one. A tensor of several shards is put together in memory first.
     """
     if isinstance(entry, TensorEntry) and len(entry.shards) > 1:
-        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype))
+        tensor = torch.empty(entry.shape, dtype=dtype_of(entry.dtype), device="cpu")
         with Filler(reader, 1, verify=True) as filler:
             filler.fill_window(entry, Window(tensor, whole(entry.shape)))
         data = flat_bytes(tensor)
