@@ -66,6 +66,11 @@ class SparseGradReducer:
         ddp.register_comm_hook(reducer, hook)
         return reducer
 
+    @property
+    def bytes_sent(self) -> int:
+        """Payload that this rank has sent since the hook was made, questions included."""
+        return self._rows.channel.sent
+
     def report(self) -> dict[str, Decision]:
         """How the last gradient of each parameter that was looked at was summed, by name."""
         return dict(self._decisions)
