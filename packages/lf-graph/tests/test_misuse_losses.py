@@ -115,19 +115,46 @@ def test_a_loss_without_any_gradient_is_told_as_such(loss: Loss) -> None:
         step(x())
 
 
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_a_reentrant_checkpoint_is_refused_and_another_trains(reentrant: bool) -> None:
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"use_reentrant": True}, "pass use_reentrant=False"),
+        # the graph of the backward would draw another dropout than the forward's, in silence
+        (
+            {"use_reentrant": False},
+            "checkpoint with preserve_rng_state=False where the region has no dropout",
+        ),
+    ],
+)
+def test_checkpoints_that_a_graph_cannot_hold_are_refused(options: dict[str, bool], said: str) -> None:
     model = model_of()
 
     def loss(x: Tensor) -> Tensor:
-        return model[1:](checkpoint(nn.Tanh(), model[0](x), use_reentrant=reentrant)).square().mean()
+        hidden = checkpoint(nn.Sequential(nn.Tanh(), nn.Dropout(0.5)), model[0](x), **options)
+        return model[1:](hidden).square().mean()
 
-    with step_of(model, loss) as step:
-        if reentrant:
-            with pytest.raises(GraphCaptureError, match="pass use_reentrant=False"):
-                step(x())
-        else:
-            step(x())
+    position = torch.get_rng_state()
+    with step_of(model, loss) as step, pytest.raises(GraphCaptureError, match=said):
+        step.capture(x())
+    torch.set_rng_state(position)  # both can be called again
+
+
+def test_a_checkpoint_without_generator_states_trains_as_in_a_loop() -> None:
+    model, batch = model_of(), x()
+    twin = copy.deepcopy(model)
+
+    def loss(of: nn.Module, x: Tensor) -> Tensor:
+        hidden = checkpoint(nn.Tanh(), of[0](x), use_reentrant=False, preserve_rng_state=False)
+        return of[1:](hidden).square().mean()
+
+    optimizer = torch.optim.AdamW(twin.parameters(), lr=0.1)
+    with step_of(model, lambda x: loss(model, x)) as step:
+        for _ in range(3):
+            expected = loss(twin, batch)
+            optimizer.zero_grad()
+            expected.backward()
+            optimizer.step()
+            torch.testing.assert_close(step(batch).loss, expected.detach())
 
 
 def test_anomaly_detection_is_refused_and_goes_without_its_reading() -> None:

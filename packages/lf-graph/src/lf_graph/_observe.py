@@ -63,7 +63,8 @@ RNG_STATE = Verdict(
 CHECKPOINT = Verdict(
     "rng_state",
     "activation checkpointing with preserve_rng_state=True reads and sets the generators' states during the capture",
-    "pass preserve_rng_state=False where the region has no dropout, or keep the region's activations",
+    "pass preserve_rng_state=False where the region has no dropout, or keep the region's activations (Piece(checkpoint="
+    "True) and compile= with recompute= compute again with the same random numbers)",
 )
 SIDE_STREAM = Verdict(
     "side_stream",

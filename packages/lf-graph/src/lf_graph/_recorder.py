@@ -22,7 +22,7 @@ from lf_graph._backend import Position, T
 from lf_graph._collectives import refused_collective
 from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
-from lf_graph._refused_calls import refusing_calls
+from lf_graph._refused_calls import refusing_calls, refusing_generator_states
 
 _aten = torch.ops.aten
 _READ_BACK = "it needs the value on the host, and a graph cannot wait for the device"
@@ -213,6 +213,7 @@ class _Recording:
 
     def __post_init__(self) -> None:
         self.entered.enter_context(as_if_capturing())
+        self.entered.enter_context(refusing_generator_states())
         self.entered.enter_context(self.mode)
         self.owner.depth += 1
 

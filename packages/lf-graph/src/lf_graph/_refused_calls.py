@@ -31,7 +31,15 @@ _PRINTED = (
 )
 REENTRANT_CHECKPOINT = (
     "use_reentrant=True starts a backward of its own inside the backward, which reaches every parameter at once",
-    "pass use_reentrant=False (transformers: gradient_checkpointing_kwargs={'use_reentrant': False})",
+    "pass use_reentrant=False, and preserve_rng_state=False where the region has no dropout (transformers: both in "
+    "gradient_checkpointing_kwargs)",
+)
+_GENERATOR_STATE = (
+    "the state of the generator is read or set during the capture, as activation checkpointing does with "
+    "preserve_rng_state=True",
+    "checkpoint with preserve_rng_state=False where the region has no dropout (transformers: in "
+    "gradient_checkpointing_kwargs), in a Piece(checkpoint=True), or by compile= with recompute=; seed and restore "
+    "generators outside of the graph",
 )
 
 Judge = Callable[..., tuple[str, str] | None]
@@ -61,6 +69,19 @@ def refusing_calls() -> Iterator[None]:
     with ExitStack() as stack:
         stack.enter_context(_refusing(torch._tensor_str, "_str", _prints, "Tensor.__repr__"))
         stack.enter_context(_refusing(checkpoint, "forward", reenters, "torch.utils.checkpoint.checkpoint"))
+        yield
+
+
+@contextmanager
+def refusing_generator_states() -> Iterator[None]:
+    """The host's generator stands for a device's, whose state cannot be read or set during a capture.
+
+    Raises:
+        GraphCaptureError: inside the block, at ``torch.get_rng_state()`` and ``torch.set_rng_state()``.
+    """
+    with ExitStack() as stack:
+        for name in ("get_rng_state", "set_rng_state"):
+            stack.enter_context(_refusing(torch, name, lambda *_: _GENERATOR_STATE))
         yield
 
 
