@@ -97,6 +97,24 @@ def test_a_resume_says_what_it_leaves(path: Path, caplog: pytest.LogCaptureFixtu
     assert "step 1 holds the state of optimizer, rng, which was not asked for" in caplog.text
 
 
+@pytest.mark.parametrize("scheduled", [False, True])
+def test_moments_of_another_kind_of_optimizer_are_no_silent_loss(
+    path: Path, caplog: pytest.LogCaptureFixture, scheduled: bool
+) -> None:
+    model, optimizer = model_and_optimizer()
+    if scheduled:
+        torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, 10)  # settings of its own in the groups
+    with lf_ckpt.open(path) as store, caplog.at_level(logging.WARNING, "lf_ckpt"):
+        lf_ckpt.resume(store, model, optimizer, rng=True)
+        store.save(2, *lf_ckpt.collect(model, optimizer, rng=True)).wait()
+        lf_ckpt.resume(store, *model_and_optimizer(), rng=True)
+        assert not caplog.records
+        lf_ckpt.resume(store, model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), rng=True)
+    assert "group 0 was saved by another kind of optimizer, with" in caplog.text
+    assert "betas, " in caplog.text
+    assert "SGD has dampening, momentum" in caplog.text
+
+
 def test_bench_in_a_directory_that_is_not_there_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -14,6 +14,9 @@ from .jsonio import Json
 from .typed import State, pack, references, unpack
 
 _log = logging.getLogger("lf_ckpt")
+_OF_SCHEDULERS = frozenset(
+    {"params", "initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum", "swa_lr"}
+)
 # These say how a machine computes the update, not what it is; a step saved on a GPU must load on a CPU box.
 _HOW_NOT_WHAT = frozenset({"foreach", "fused", "capturable", "differentiable"})
 
@@ -148,10 +151,27 @@ def restore_groups(
         if found is None:
             kept.append(index)
             continue
+        _warn_of_another_kind(optimizer, index, found[1])
         _fill_group(group, *found, state)
     if kept:
         _log.warning("optimizer groups %s have other members than any saved group; their settings stay", kept)
     return kept
+
+
+def _warn_of_another_kind(optimizer: torch.optim.Optimizer, index: int, saved: Mapping[str, Json]) -> None:
+    """Log settings that say that a group was saved by another kind of optimizer: each has some that the other lacks.
+
+    Not one-sided ones: versions of torch add settings, and schedulers theirs.
+    """
+    live = optimizer.defaults.keys() - _HOW_NOT_WHAT
+    strange = saved.keys() - optimizer.param_groups[index].keys() - _HOW_NOT_WHAT - _OF_SCHEDULERS
+    lacking = live - saved.keys() - {k for k, v in optimizer.defaults.items() if isinstance(v, Tensor)}
+    if strange and lacking:
+        _log.warning(
+            "optimizer group %d was saved by another kind of optimizer, with %s; %s has %s and no use for its "
+            "moments",
+            index, ", ".join(sorted(strange)), type(optimizer).__name__, ", ".join(sorted(lacking)),
+        )  # fmt: skip
 
 
 def _fill_group(group: dict[str, Any], number: int, values: Mapping[str, Json], state: State) -> None:
