@@ -212,6 +212,17 @@ def test_parameters_one_after_the_other_get_the_bits_of_all_at_once(implementati
     assert same_bits(whole.everything(), parts.everything())
 
 
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_announcing_the_same_gradients_again_moves_nothing_that_a_graph_may_hold(implementation: str) -> None:
+    twins = Moments(implementation, step={"gate": False})
+    dtypes = [g.dtype for g in twins.gradients]
+    made = vars(twins.fused._kernels).copy()
+    twins.fused.prepare(dtypes)
+    assert all(vars(twins.fused._kernels)[k] is v for k, v in made.items())
+    with pytest.raises(GraphError, match=r"weight0.*float32"):
+        twins.fused.prepare([torch.float32, *dtypes[1:]])
+
+
 def test_a_gradient_of_another_dtype_than_was_announced_is_refused() -> None:
     twins = Moments(step={"gate": False})
     twins.fused.begin()

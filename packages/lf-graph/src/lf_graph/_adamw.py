@@ -272,14 +272,7 @@ class FusedAdamW:
             OptimizerError: names the parameter without gradient or with one that cannot be read.
         """
         tensors = self._checked(gradients)
-        dtypes = tuple(g.dtype for g in tensors)
-        if not self._dtypes:
-            self._kernels.prepare(dtypes)
-            self._dtypes = dtypes
-        for slot, old, new in zip(self.flat.layout.slots, self._dtypes, dtypes, strict=True):
-            if old != new:
-                why = f"its gradient was {old} and is {new}"
-                raise OptimizerError(slot.name, why, "keep one dtype per parameter")
+        self.prepare([g.dtype for g in tensors])
         addresses = torch.tensor([g.data_ptr() for g in tensors], device=self._addresses.device)
         table = GradientTable(addresses, tensors, self)
         self.use(table)
@@ -335,9 +328,20 @@ class FusedAdamW:
         self._kernels.update(self._addresses, self._coefficients, self._multiplier, self._finite)
 
     def prepare(self, dtypes: Sequence[torch.dtype]) -> None:
-        """Says what gradients ``step_some`` will get, in flat order, and compiles the kernels; not under capture."""
-        self._dtypes = tuple(dtypes)
-        self._kernels.prepare(self._dtypes)
+        """Says what gradients will come, in flat order, and compiles the kernels; not under capture.
+
+        Once: graphs hold the addresses of what is made here, so saying the same again changes nothing.
+
+        Raises:
+            OptimizerError: naming a parameter whose gradient was announced in another dtype.
+        """
+        if not self._dtypes:
+            self._kernels.prepare(tuple(dtypes))
+            self._dtypes = tuple(dtypes)
+        for slot, old, new in zip(self.flat.layout.slots, self._dtypes, dtypes, strict=True):
+            if old != new:
+                why = f"its gradient was {old} and is {new}"
+                raise OptimizerError(slot.name, why, "keep one dtype per parameter")
 
     @torch.no_grad()
     def begin(self, scale: Tensor | None = None) -> None:
