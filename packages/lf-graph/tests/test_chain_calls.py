@@ -198,3 +198,14 @@ def test_closing_twice_is_fine_and_counts_remain() -> None:
     chain.close()
     stats = chain.stats()
     assert (stats.graphs, stats.operations, stats.captures, stats.replays, stats.copies) == (0, 0, 1, 4, 2)
+
+
+def test_every_piece_and_its_backward_is_a_named_range_of_the_profiler() -> None:
+    layers = [nn.Linear(4, 4) for _ in range(2)]
+    pieces = [Piece(layer, name=name) for layer, name in zip(layers, ("first", "second"), strict=True)]
+    chain = Chain(pieces, name="named").capture(torch.randn(2, 4))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as seen:
+        chain(torch.randn(2, 4)).sum().backward()
+    names = [e.name for e in seen.events()]
+    ranges = ["first", "second", "second.backward", "first.backward"]
+    assert sorted((names.index(n), n) for n in ranges) == [(names.index(n), n) for n in ranges]
