@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch._inductor.config
 from bench_modules import loaded
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,7 +42,8 @@ def test_a_line_through_two_depths_gives_the_third(tool: Any) -> None:
 
 def test_a_backward_begins_with_what_the_forward_kept_and_ends_with_the_gradients(tool: Any) -> None:
     rows, width = 256, 32
-    with FakeTensorMode():
+    # the patterns that Inductor looks for take seconds to be made, and there is none here
+    with torch._inductor.config.patch(pattern_matcher=False), FakeTensorMode():
         x, w = torch.empty(rows, width), torch.empty(width, width, requires_grad=True)
 
         def loss() -> Tensor:

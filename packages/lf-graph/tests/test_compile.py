@@ -129,6 +129,9 @@ def test_a_stack_behind_a_convolution_runs_in_standard_strides_after_its_first_b
 # -- what the backward computes again -------------------------------------------------------------------------------
 
 
+NO_PATTERNS = {"pattern_matcher": False}  # they take seconds to be made
+
+
 class Gated(nn.Module):
     """A normed SwiGLU layer behind a residual sum, in the shapes of a language model's."""
 
@@ -176,27 +179,22 @@ def kept_and_gradients(recompute: Recompute, layers: int = 2) -> tuple[int, list
 
     x = torch.randn(32, 16)
     with torch.autograd.graph.saved_tensors_hooks(note, lambda kept: kept):
-        loss = compile_function(stack, None, recompute)(x).square().sum()
+        loss = compile_function(stack, NO_PATTERNS, recompute)(x).square().sum()
     return sum(sizes.values()), list(torch.autograd.grad(loss, list(stack.parameters())))
 
 
 @pytest.mark.usefixtures("cut_only")
-def test_cheap_recomputation_keeps_what_products_made_and_gives_the_same_gradients() -> None:
+def test_recomputation_keeps_less_and_gives_the_same_gradients() -> None:
     rows, width, ffn, layers = 32, 16, 48, 2
     default, expected = kept_and_gradients("default", layers)
     cheap, gradients = kept_and_gradients("cheap", layers)
+    least, those_of_least = kept_and_gradients(0.3, layers)
     assert all(map(torch.equal, gradients, expected))
+    assert all(map(torch.equal, those_of_least, expected))
     products = rows * (2 * ffn + width) * 4  # gate, up, and the sum or what it is made of
     assert layers * products <= cheap <= layers * (products + 8 * rows) + rows * width * 4
     assert default - cheap >= layers * rows * (ffn + width) * 4 * 0.9  # gate times up, and the normed input
-
-
-@pytest.mark.usefixtures("cut_only")
-def test_a_share_of_memory_is_torchs_and_may_cost_products() -> None:
-    cheap, expected = kept_and_gradients("cheap")
-    least, gradients = kept_and_gradients(0.3)
-    assert least < cheap * 0.6
-    assert all(map(torch.equal, gradients, expected))
+    assert least < cheap * 0.6  # not without a product
 
 
 def cuts_of(monkeypatch: pytest.MonkeyPatch) -> list[bool]:

@@ -12,7 +12,7 @@ import torch
 import train_cases as cases
 from adamw_cases import DEVICE, IMPLEMENTATIONS, same_bits
 from adamw_cases import Twins as Moments
-from test_compile import as_it_is
+from test_compile import NO_PATTERNS, as_it_is
 from test_sinks import Sum
 from torch import Tensor, nn
 from torch._inductor import compile_fx
@@ -188,7 +188,7 @@ def test_one_gradient_is_alive_at_a_time_or_as_many_as_wait_for_each_other() -> 
 def test_compiled_code_hands_its_gradients_over_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile_fx, "compile_fx", partial(compile_fx.compile_fx, inner_compile=as_it_is))
     with monkeypatch.context() as compiled:
-        compiled.setattr(nn.Linear, "forward", compile_function(nn.Linear.forward, None, "cheap"))
+        compiled.setattr(nn.Linear, "forward", compile_function(nn.Linear.forward, NO_PATTERNS, "cheap"))
         peak, each = most_alive(together=1, layers=2)
     assert peak == each
 
