@@ -14,7 +14,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lf_graph import AddressError, Chain, GraphCaptureError, GraphError, Piece, SignatureError, TrainStep
+from lf_graph import (
+    AddressError,
+    Chain,
+    GraphCaptureError,
+    GraphError,
+    Piece,
+    SignatureError,
+    TrainStep,
+    capture,
+)
 from lf_graph._outside import Outside
 
 Loss = Callable[..., Any]
@@ -322,3 +331,29 @@ def test_a_module_in_a_function_of_a_chain_is_guarded_like_one_given_itself() ->
         inner.eval()
         with pytest.raises(SignatureError, match="training of a BatchNorm1d: True -> False"):
             chain(x())
+
+
+# graphs inside of graphs
+
+
+def test_a_step_inside_its_own_loss_is_refused() -> None:
+    model = model_of()
+    steps: list[TrainStep] = []
+    for autocast in (None, torch.bfloat16):
+        steps[:] = [step_of(model, lambda x: steps[0](x).loss, autocast=autocast)]
+        with (
+            steps[0],
+            pytest.raises(GraphError, match="graphs do not nest: call the function or module itself"),
+        ):
+            steps[0](x())
+
+
+def test_graphs_inside_of_what_is_captured_are_refused() -> None:
+    model, other = model_of(), nn.Linear(WIDTH, WIDTH)
+    inner, before = capture(other, x()), copy.deepcopy(other.state_dict())
+    with step_of(other, lambda x: other(x).square().mean()) as trained:
+        for loss in (lambda x: model(inner(x)).mean(), lambda x: model(x).mean() + trained(x).loss):
+            with step_of(model, loss) as step, pytest.raises(GraphError, match="graphs do not nest"):
+                step(x())
+    assert all(torch.equal(v, before[n]) for n, v in other.state_dict().items())
+    inner.close()

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from lf_graph._errors import GraphError
+from lf_graph._modes import require_no_capture
 
 
 class Alone:
@@ -20,8 +21,10 @@ class Alone:
         """Enter.
 
         Raises:
-            GraphError: another thread is inside. It does not wait: a backward runs in a thread of autograd.
+            GraphError: another thread is inside (it does not wait: a backward runs in a thread of autograd), or a
+                capture is going on.
         """
+        require_no_capture(name)
         if not self._lock.acquire(blocking=False):
             raise GraphError(
                 f"{name} was called by a second thread while it runs, and both would use the same memory: take turns "

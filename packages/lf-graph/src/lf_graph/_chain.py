@@ -26,7 +26,7 @@ from lf_graph._elements import (
 from lf_graph._errors import ClosedError, GraphCaptureError, GraphError, SignatureError, StaleReplayError
 from lf_graph._gradients import InPlace
 from lf_graph._members import AssignedBuffers, Members, require_no_gradient_hooks
-from lf_graph._modes import TrainingModes, require_no_inference_mode
+from lf_graph._modes import TrainingModes, require_no_capture, require_no_inference_mode
 from lf_graph._parallel import require_local
 from lf_graph._pool import GraphPool
 from lf_graph._registry import NotCopied, forget, register
@@ -240,6 +240,7 @@ class Chain(NotCopied):
             ClosedError: before :meth:`capture`, or after :meth:`close`.
             StaleReplayError: in the backward, when another forward was replayed in the pool in between.
         """
+        require_no_capture(self.name)
         static = self._require_open()
         tensors = static.require(self.name, args, {})
         self._modes.require(self.name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
@@ -100,4 +101,36 @@ def require_no_anomaly_mode(name: str) -> None:
         raise GraphError(
             f"{name}: torch.autograd.detect_anomaly() reads every gradient back, which a graph cannot: look for the "
             "NaN in a plain backward of the same loss and batch, or give it check_nan=False"
+        )
+
+
+class _Captures(threading.local):
+    """How many captures, and runs for them, are going on in a thread."""
+
+    depth = 0
+
+
+_captures = _Captures()
+
+
+@contextmanager
+def inside_a_capture() -> Iterator[None]:
+    """What is called in the block, by this thread, is to become part of a graph."""
+    _captures.depth += 1
+    try:
+        yield
+    finally:
+        _captures.depth -= 1
+
+
+def require_no_capture(name: str) -> None:
+    """Refuse to launch graphs inside of :func:`inside_a_capture`.
+
+    Raises:
+        GraphError: with the way out.
+    """
+    if _captures.depth:
+        raise GraphError(
+            f"{name} was called inside of what is being captured, and graphs do not nest: call the function or module "
+            "itself there, which makes it part of the one graph"
         )

@@ -22,6 +22,7 @@ from lf_graph._backend import Position, T
 from lf_graph._collectives import refused_collective
 from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
+from lf_graph._modes import inside_a_capture
 from lf_graph._refused_calls import refusing_calls, refusing_generator_states
 
 _aten = torch.ops.aten
@@ -97,7 +98,8 @@ def as_if_capturing() -> Iterator[None]:
     real = torch.cuda.is_current_stream_capturing
     torch.cuda.is_current_stream_capturing = lambda: True
     try:
-        yield
+        with inside_a_capture():
+            yield
     finally:
         torch.cuda.is_current_stream_capturing = real
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import ExitStack, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ from lf_graph._backend import Backend
 from lf_graph._frugal import forward_only
 from lf_graph._members import buffers_as_they_were
 from lf_graph._outside import Outside
+from lf_graph._recorder import as_if_capturing
 from lf_graph._refused_calls import refusing_own_backward
 from lf_graph._segment import Autocast
 from lf_graph._uses import Owned, parameter_uses
@@ -34,7 +35,11 @@ def shadowed(
     kwargs: dict[str, Any],
 ) -> list[Tensor]:
     """Trained parameters, each once, that a bf16 shadow can stand in for; runs ``forward`` once without effect."""
-    with buffers_as_they_were([model]), Outside([model]).watching(), refusing_own_backward():
+    with ExitStack() as stack:
+        stack.enter_context(buffers_as_they_were([model]))
+        stack.enter_context(Outside([model]).watching())
+        stack.enter_context(refusing_own_backward())
+        stack.enter_context(as_if_capturing())  # the branch that will be captured is the one to ask
         uses = forward_only(lambda: parameter_uses(Owned(forward, model), *args, **kwargs))
     parameters = dict(model.named_parameters(remove_duplicate=False))
     trained = {id(p) for g in optimizer.param_groups for p in g["params"]}

@@ -31,7 +31,16 @@ def require_optimizer(optimizer: Any) -> None:
 
 
 def require_options(
-    *, accumulate: Any, max_graphs: Any, clip: Any, autocast: Any, compile: Any, recompute: Any
+    *,
+    accumulate: Any,
+    max_graphs: Any,
+    clip: Any,
+    autocast: Any,
+    compile: Any,
+    recompute: Any,
+    loss: Any,
+    gate: Any,
+    max_bytes: Any,
 ) -> None:
     """Refuse options that a step cannot have.
 
@@ -43,6 +52,12 @@ def require_options(
             raise GraphError(f"{name}={value!r}: give a whole number, at least 1")
     if not isinstance(clip, (int, float)) or not math.isfinite(clip) or clip < 0:
         raise GraphError(f"clip={clip!r}: give the largest gradient norm, or 0 for no clipping")
+    if loss is not None and not callable(loss):
+        raise GraphError(f"loss={loss!r}: give a function that is called with the batch and returns the loss")
+    if gate is not None and not isinstance(gate, bool):
+        raise GraphError(f"gate={gate!r}: it is True, False, or None for on where possible")
+    if max_bytes is not None and (not isinstance(max_bytes, int) or max_bytes < 0):
+        raise GraphError(f"max_bytes={max_bytes!r}: give a whole number of bytes, or None for no budget")
     if compile not in get_args(CompileMode):
         raise GraphError(f"compile={compile!r}: it is one of {', '.join(map(repr, get_args(CompileMode)))}")
     _require_recompute(recompute, compile)

@@ -110,6 +110,9 @@ class TrainStep(NotCopied):
             autocast=autocast,
             compile=compile,
             recompute=recompute,
+            loss=loss,
+            gate=gate,
+            max_bytes=max_bytes,
         )
         require_optimizer(optimizer)
         self._parallel = unwrap(model, reduce)
@@ -137,9 +140,7 @@ class TrainStep(NotCopied):
         self._broken, self._closed = "", False
         self._alone = Alone()
         self._counts: dict[str, Any] = {"captures": 0, "replays": 0, "copies": 0}
-        self._hooks = [
-            model.register_load_state_dict_post_hook(LoadHook(self._require_members)),
-        ]
+        self._hooks = [model.register_load_state_dict_post_hook(LoadHook(self._require_members))]
         register(self)
 
     # -- the step ---------------------------------------------------------------------------------------------
