@@ -407,3 +407,20 @@ def disagreements(rank: int) -> list[str]:
     found = RowReducer(rates=SLOW_LINK).all_reduce(tensor, "w", rows=torch.tensor([3]) if odd else None)
     said.append(found.decision.path)
     return said
+
+
+def own_error(rank: int) -> tuple[str, int, dict[int, float]]:
+    """A wrong shape within a step: (kind of error, gradients left, ages)."""
+    watch = lf_comm.PeerWatch(interval_s=0.05)
+    layer = nn.Linear(3, 3)
+    layer(torch.ones(1, 3)).sum().backward()
+    said = ""
+    try:
+        with watch.step(layer, 0):
+            layer(torch.ones(1, 4))
+    except Exception as error:
+        said = f"{type(error).__name__}: {str(error)[:3]}"
+    ages = watch.ages()
+    dist.barrier()
+    watch.close()
+    return said, sum(p.grad is not None for p in layer.parameters()), ages

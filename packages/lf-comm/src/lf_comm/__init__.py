@@ -3,6 +3,7 @@
 from lf_comm._ask import DisagreementError
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
+from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 
@@ -15,6 +16,8 @@ __all__ = [
     "Item",
     "LayoutError",
     "Load",
+    "PeerLost",
+    "PeerWatch",
     "Rates",
     "RowReducer",
     "RowsWork",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,20 @@ class Behind:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Callable[[], None]] | None = None
+        self.summing: int | None = None  # the bucket that is being summed, or at which it failed
 
-    def run(self, work: Callable[[], Tensor], device: torch.device) -> torch.futures.Future[Tensor]:
+    def run(
+        self, work: Callable[[], Tensor], device: torch.device, bucket: int
+    ) -> torch.futures.Future[Tensor]:
         """A future of what `work` returns or raises."""
         future: torch.futures.Future[Tensor] = torch.futures.Future()
 
         def job() -> None:
+            self.summing = bucket
             try:
-                future.set_result(work())
+                result = work()
+                self.summing = None
+                future.set_result(result)
             except Exception as error:  # DDP raises what the future holds
                 future.set_exception(error)  # type: ignore[arg-type]  # torch's own annotation is wrong
 
@@ -51,7 +58,16 @@ def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
 
 
 def own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
-    """A group of DDP's ranks and backend for a hook's own collectives; all ranks make it."""
-    ranks = dist.get_process_group_ranks(ddp.process_group)
-    group: dist.ProcessGroup = dist.new_group(ranks, backend=dist.get_backend(ddp.process_group))
+    """A group of DDP's ranks, backend and timeout for a hook's own collectives; all ranks make it.
+
+    RuntimeError when DDP has a hook already: it takes one only, and says so when the group is made.
+    """
+    if getattr(ddp, "_comm_hooks", None):
+        raise RuntimeError("register_comm_hook was called on this module before, and DDP takes one hook only")
+    theirs: Any = ddp.process_group
+    device = next((p.device for p in ddp.parameters()), torch.device("cpu"))
+    timeout = getattr(getattr(theirs._get_backend(device), "options", None), "_timeout", None)
+    ranks, backend = dist.get_process_group_ranks(theirs), dist.get_backend(theirs)
+    # None would be torch's default of minutes, and a lost peer would hold the thread for so long
+    group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
     return group

@@ -11,6 +11,7 @@ reached. What is dense in a bucket stays one all-reduce.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from typing import Any
 
 import torch
@@ -71,6 +72,11 @@ class SparseGradReducer:
         """Payload that this rank has sent since the hook was made, questions included."""
         return self._rows.channel.sent
 
+    @property
+    def summing(self) -> int | None:
+        """The bucket that is being summed, or whose sum failed last; None when all are done."""
+        return self._behind.summing
+
     def report(self) -> dict[str, Decision]:
         """How the last gradient of each parameter that was looked at was summed, by name."""
         return dict(self._decisions)
@@ -78,7 +84,8 @@ class SparseGradReducer:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket. On the CPU in a thread behind the backward pass, else in the current stream."""
         buffer, gradients, names = bucket.buffer(), bucket.gradients(), self._named(bucket.parameters())
-        return self._behind.run(lambda: self._average(buffer, gradients, names), buffer.device)
+        work = partial(self._average, buffer, gradients, names)
+        return self._behind.run(work, buffer.device, bucket.index())
 
     def _named(self, parameters: Iterable[Tensor]) -> list[str]:
         return [self._names.get(id(parameter), "") for parameter in parameters]

@@ -10,6 +10,7 @@ is the same to the bit on every rank and in every run. Bytes on the wire are tho
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, Literal, TypeAlias, get_args
 
 import torch
@@ -113,9 +114,13 @@ class AccurateReducer:
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket."""
         buffer = bucket.buffer()
-        return self._behind.run(
-            lambda: _reduce(buffer, self._channel, "avg", self._wire, None), buffer.device
-        )
+        work = partial(_reduce, buffer, self._channel, "avg", self._wire, None)
+        return self._behind.run(work, buffer.device, bucket.index())
+
+    @property
+    def summing(self) -> int | None:
+        """The bucket that is being summed, or whose sum failed last; None when all are done."""
+        return self._behind.summing
 
 
 def accurate_hook(state: AccurateReducer, bucket):  # type: ignore[no-untyped-def]  # DDP wants none but its own
