@@ -55,9 +55,10 @@ class StagingSlab:
 
     def _fit(self, state_bytes: int, pinned: bool) -> Slab:
         held = self._slab.size if self._slab is not None else 0
-        free = available_memory()
+        # One that holds the whole state is right whatever is free; reading that takes a millisecond of every stall.
+        free = available_memory() if held < state_bytes else None
         size, note = choose_slab(state_bytes, self._asked, None if free is None else free + held)
-        if self._slab is None or size > held:
+        if self._slab is None or (size > held and held < state_bytes):
             self.close()  # the old one goes first, so that both are never held
             self._slab = Slab(size, pinned)
             self.note = note
