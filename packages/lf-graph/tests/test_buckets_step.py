@@ -122,6 +122,13 @@ def test_options_of_a_step_stay_with_the_step(options: dict[str, Any], message: 
         Buckets(a_step(), **{"edges": (4, 8), **options})
 
 
+def test_a_step_is_told_how_its_loss_knows_what_is_padded() -> None:
+    with pytest.raises(GraphError, match=r"would count what is padded.*lengths=.*pad="):
+        Buckets(a_step(), (4, 8), dims={"ids": 1, "targets": 1})
+    for known in ({"pad": 0}, {"pad": {"targets": 0}}, {"lengths": "lengths"}):
+        Buckets(a_step(), (4, 8), dims={"ids": 1, "targets": 1}, **known)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -134,6 +141,15 @@ def test_options_of_a_step_stay_with_the_step(options: dict[str, Any], message: 
 def test_options_that_contradict_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(GraphError, match=message):
         Buckets(square, (4, 8), **options)
+
+
+@pytest.mark.parametrize(
+    ("target", "edges", "message"),
+    [(square, 16, "edges=16: give the lengths"), ("model", (4, 8), "the target is a str")],
+)
+def test_targets_and_edges_of_another_kind_are_refused(target: Any, edges: Any, message: str) -> None:
+    with pytest.raises(GraphError, match=message):
+        Buckets(target, edges)
 
 
 def test_only_a_step_has_micro_batches() -> None:

@@ -102,6 +102,11 @@ def test_captures_in_one_pool_take_turns() -> None:
         first.sum().backward()
 
 
+def test_a_function_that_returns_no_tensor_is_refused() -> None:
+    with pytest.raises(GraphError, match="returned no tensor"):
+        capture(lambda x: None, torch.ones(2))
+
+
 def test_a_call_without_tensors_is_refused() -> None:
     with pytest.raises(GraphError, match="at least one tensor"):
         capture(lambda n: n, 3)

@@ -156,8 +156,10 @@ def target_of(
     """The target behind what the user gave.
 
     Raises:
-        GraphError: options that belong to the step were given with a step, or its graphs are too few.
+        GraphError: nothing that can be called, options that belong to the step with a step, or its graphs are too few.
     """
+    if not callable(thing):
+        raise GraphError(f"the target is a {type(thing).__name__}: give a function, a module or a TrainStep")
     if not isinstance(thing, TrainStep):
         if pool is not None and max_bytes is not None:
             raise GraphError("give max_bytes to the pool, or leave the pool out")

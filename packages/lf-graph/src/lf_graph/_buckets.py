@@ -51,7 +51,8 @@ class Buckets(NotCopied):
         dims: the dimension that is the length: one for every tensor of the call, or ``{argument: dimension}`` for
             those that are padded. Arguments go by parameter name or position, with the path for nested ones
             (``"batch.ids"``).
-        pad: what fills the end: one value, or ``{argument: value}`` with 0 for the others.
+        pad: what fills the end: one value, or ``{argument: value}`` with 0 for the others; default: 0. A step needs it
+            or ``lengths``: nothing else tells its loss what does not count.
         lengths: name of an argument that gets the true length of each row, int64 [B] ([1] when the padded dimension is
             the first), where the caller leaves it out or gives None.
         unpad: the output dimension to cut back to the true length: one for every output, or ``{name: dimension}``.
@@ -74,7 +75,7 @@ class Buckets(NotCopied):
         edges: Sequence[int],
         *,
         dims: Dims = 1,
-        pad: Pads = 0,
+        pad: Pads | None = None,
         lengths: str | None = None,
         unpad: Dims | None = None,
         policy: Literal["pad", "eager"] = "pad",
@@ -98,8 +99,14 @@ class Buckets(NotCopied):
             longer,
             len(self.edges) if max_graphs is None else max_graphs,
         )
-        self._dims, self._pad, self._lengths, self._unpad = dims, pad, lengths, unpad
+        self._dims, self._lengths, self._unpad = dims, lengths, unpad
+        self._pad: Pads = 0 if pad is None else pad
         self._check_policies(max_graphs)
+        if isinstance(self._target, StepTarget) and pad is None and lengths is None:
+            raise GraphError(
+                "the loss of a TrainStep would count what is padded: name the argument that gets the true lengths "
+                "(lengths=), or the value that the loss leaves out (pad={'labels': -100}; pad=0 for zeros)"
+            )
         self._buckets = {e: Bucket(e) for e in self.edges}
         self._recent: list[Bucket] = []  # those with a graph; the last was used last
         self._plans: list[tuple[pytree.TreeSpec, list[bool], PaddingPlan]] = []

@@ -139,6 +139,10 @@ def capture(
     inputs = tuple(f"in{i}" for i in range(len(tensors)))
     outputs = tuple(f"out{i}" for i, x in enumerate(flat.outputs.leaves) if isinstance(x, TensorSpec))
     name = name or getattr(fn, "__name__", type(fn).__name__)
+    if not outputs:
+        raise GraphError(
+            f"{name} returned no tensor, and a graph computes nothing else: return what is computed"
+        )
     piece = Piece(flat, inputs, outputs, name, checkpoint=checkpoint, owners=owners)
     chain = Chain(
         [piece],

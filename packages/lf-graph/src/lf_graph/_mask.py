@@ -197,6 +197,11 @@ class DynamicMaskBuffer:
         return torch.lt(self._position[:capacity], own[:, None], out=inside)[:, None, None, :]
 
     def _checked_lengths(self, name: str, lengths: Tensor, batch: int | None = None) -> int:
+        if not isinstance(lengths, Tensor):
+            raise GraphError(
+                f"{name} are a {type(lengths).__name__}: give an int32 or int64 tensor on {self.device}, which a graph "
+                "reads again at every replay"
+            )
         if lengths.device != self.device or lengths.dtype not in (torch.int32, torch.int64):
             raise GraphError(
                 f"{name} are {lengths.dtype} on {lengths.device}; they must be int32 or int64 on {self.device}"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import bisect
 import inspect
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -37,6 +37,8 @@ def checked_edges(edges: Sequence[int]) -> tuple[int, ...]:
     Raises:
         GraphError: they are not.
     """
+    if not isinstance(edges, Iterable):
+        raise GraphError(f"edges={edges!r}: give the lengths of all buckets, such as (256, 512, 1024)")
     found = tuple(edges)
     whole = all(isinstance(e, int) and not isinstance(e, bool) and e > 0 for e in found)
     if not found or not whole or any(a >= b for a, b in itertools.pairwise(found)):
