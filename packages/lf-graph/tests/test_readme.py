@@ -45,6 +45,8 @@ def test_the_pieces_are_those_of_the_committed_run(bench: Any) -> None:
     assert pieces.table(json.loads((BENCHMARKS / shown).read_text())["rows"]) in TEXT
 
     by_row = {r["row"]: r for r in json.loads((BENCHMARKS / shown).read_text())["rows"]}
+    reserved = [r["bytes"] / r["predicted_bytes"] for r in by_row.values() if "bytes" in r]
+    assert f"{min(reserved):.1f} to {max(reserved):.1f} times as much" in TEXT
     one, five = by_row["one graph"], by_row["five pieces"]
     said = (
         f"Five pieces take {five['ms'] / one['ms']:.2f} times the time of one graph to run, and "
