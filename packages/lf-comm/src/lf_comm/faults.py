@@ -67,7 +67,10 @@ class PeerWatch:
         self._patience = 4 * interval_s if patience_s is None else patience_s
         held: Any = dist.distributed_c10d._get_default_store() if store is None else store
         # A connection of its own: on a shared one a rank that waits for a key would keep its beat waiting.
-        self._store = held.clone()
+        try:
+            self._store = held.clone()
+        except (AttributeError, RuntimeError):  # a store without connections, or an older torch
+            self._store = held
         self._changed = threading.Condition()
         began = time.monotonic()
         self._beats = dict.fromkeys(self._ranks, "")
