@@ -44,6 +44,7 @@ Act = Callable[[lf_ckpt.Store, nn.Module, torch.optim.Optimizer], object]
         (lambda s, m, o: s.load(into=m.state_dict()), r"the saved names begin with 'model\.'"),
         (lambda s, m, o: s.load(into={f"module.{n}": t for n, t in s.load().tensors.items()}),
          r"these names begin with 'module\.'"),
+        (lambda s, m, o: s.load(into={"model.0.bias": 3.0}), "model.0.bias: float is not a tensor"),
         (lambda s, m, o: lf_ckpt.collect(o, m), "model: AdamW is no torch.nn.Module"),
         (lambda s, m, o: lf_ckpt.restore(s.load(), m, o), "model: Loaded is no torch.nn.Module"),
         (lambda s, m, o: lf_ckpt.load_file(Path(s.path) / "steps/1/rank-0.lfckpt"), "is read through its store"),

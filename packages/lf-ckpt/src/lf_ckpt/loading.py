@@ -142,7 +142,7 @@ def _plan_into(entries: Entries, names: Mapping[str, str], chosen: Sequence[str]
     """Tensors of `into` whose saved ones were not chosen are left alone: they are not missing."""
     into, kept = wanted.into or {}, set(chosen)
     left_alone = {new for old, new in names.items() if old not in kept}
-    live = {name: _kind(tensor) for name, tensor in into.items() if name not in left_alone}
+    live = {name: _kind(name, tensor) for name, tensor in into.items() if name not in left_alone}
     saved = {name: Kind(dtype_of(entries[name].dtype), entries[name].shape) for name in chosen}
     how = Fitting(wanted.reshape, wanted.cast)
     found = match(saved, live, {old: names[old] for old in chosen}, how)
@@ -228,7 +228,9 @@ def _fill_batch(filler: Filler, targets: Sequence[_Target], touched: list[str]) 
             target.settle()
 
 
-def _kind(tensor: torch.Tensor) -> Kind:
+def _kind(name: str, tensor: object) -> Kind:
+    if not isinstance(tensor, torch.Tensor):
+        raise UnsupportedError(f"{name}: {type(tensor).__name__} is not a tensor, and cannot be filled")
     return Kind(tensor.dtype, tuple(tensor.shape))
 
 
