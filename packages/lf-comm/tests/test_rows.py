@@ -127,3 +127,8 @@ def test_ranks_that_differ_hear_of_it_all_at_once(ranks: Ranks) -> None:
     assert one[2].startswith("TypeError: rows: torch.float32")
     assert "differ" in zero[3] == one[3]
     assert zero[4] == one[4] != "dense"
+
+
+def test_without_a_process_group_it_says_what_to_call() -> None:
+    with pytest.raises(ValueError, match="init_process_group"):
+        lf_comm.all_reduce_rows(torch.ones(3))

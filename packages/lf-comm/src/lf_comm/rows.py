@@ -293,7 +293,8 @@ def all_reduce_rows(
     Every rank calls it with the same shape, dtype, plan, op and key. Raises LayoutError, a TypeError, for others.
     """
     whole = group if group is not None else dist.group.WORLD
-    assert whole is not None
+    if whole is None:
+        raise ValueError("there is no process group: call torch.distributed.init_process_group first")
     reducer = _defaults.get(whole)
     if reducer is None or reducer.channel.size != dist.get_world_size(whole):
         reducer = _defaults[whole] = RowReducer(whole)
