@@ -166,6 +166,28 @@ def test_a_checkpoint_without_generator_states_trains_as_in_a_loop() -> None:
             torch.testing.assert_close(step(batch).loss, expected.detach())
 
 
+def seeded(x: Tensor) -> Tensor:
+    torch.manual_seed(0)
+    return x * torch.rand(WIDTH)
+
+
+def own(x: Tensor) -> Tensor:
+    return x * torch.rand(WIDTH, generator=torch.Generator())
+
+
+@pytest.mark.parametrize(
+    ("noisy", "said"),
+    [(seeded, "seed and restore generators outside of the graph"), (own, "drop generator=")],
+)
+def test_random_numbers_that_a_replay_would_draw_otherwise_are_refused(noisy: Loss, said: str) -> None:
+    model = model_of()
+    with (
+        step_of(model, lambda x: model(noisy(x)).square().mean()) as step,
+        pytest.raises(GraphCaptureError, match=said),
+    ):
+        step(x())
+
+
 def test_anomaly_detection_is_refused_and_goes_without_its_reading() -> None:
     model = model_of()
     with (

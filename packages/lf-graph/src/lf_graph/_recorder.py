@@ -24,6 +24,7 @@ from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
 from lf_graph._modes import inside_a_capture
 from lf_graph._refused_calls import refusing_calls, refusing_generator_states
+from lf_graph._rules import GENERATOR, has_own_generator
 
 _aten = torch.ops.aten
 _READ_BACK = "it needs the value on the host, and a graph cannot wait for the device"
@@ -53,6 +54,8 @@ def refused_call(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tu
         masks = [i for i in args[1] if i is not None and i.dtype in (torch.bool, torch.uint8)]
         if masks and not _is_masked_fill(name, args, kwargs):
             return _UNKNOWN_SIZE, "index with integers, or use torch.where(mask, a, b)"
+    if has_own_generator(kwargs.values()):
+        return GENERATOR.why, GENERATOR.fix
     return refused_collective(func) or _copy_across(name, args, kwargs)
 
 

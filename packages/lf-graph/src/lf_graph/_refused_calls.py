@@ -35,7 +35,7 @@ REENTRANT_CHECKPOINT = (
     "gradient_checkpointing_kwargs)",
 )
 _GENERATOR_STATE = (
-    "the state of the generator is read or set during the capture, as activation checkpointing does with "
+    "the state of the generator is read, set or seeded during the capture, as activation checkpointing does with "
     "preserve_rng_state=True",
     "checkpoint with preserve_rng_state=False where the region has no dropout (transformers: in "
     "gradient_checkpointing_kwargs), in a Piece(checkpoint=True), or by compile= with recompute=; seed and restore "
@@ -77,10 +77,10 @@ def refusing_generator_states() -> Iterator[None]:
     """The host's generator stands for a device's, whose state cannot be read or set during a capture.
 
     Raises:
-        GraphCaptureError: inside the block, at ``torch.get_rng_state()`` and ``torch.set_rng_state()``.
+        GraphCaptureError: inside the block, where torch's default generator is read, set or seeded.
     """
     with ExitStack() as stack:
-        for name in ("get_rng_state", "set_rng_state"):
+        for name in ("get_rng_state", "set_rng_state", "manual_seed", "seed"):
             stack.enter_context(_refusing(torch, name, lambda *_: _GENERATOR_STATE))
         yield
 

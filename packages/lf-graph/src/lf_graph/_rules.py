@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -238,8 +238,13 @@ def _collectives(func: Any) -> Verdict | None:
     return None if refused is None else Verdict("synchronize", *refused)
 
 
+def has_own_generator(leaves: Iterable[Any]) -> bool:
+    """Whether a random generator is among arguments that is none of torch's default ones."""
+    return any(isinstance(x, torch.Generator) and not _is_default(x) for x in leaves)
+
+
 def _generators(leaves: Sequence[Any]) -> Verdict | None:
-    return GENERATOR if any(isinstance(x, torch.Generator) and not _is_default(x) for x in leaves) else None
+    return GENERATOR if has_own_generator(leaves) else None
 
 
 def _is_default(generator: torch.Generator) -> bool:
