@@ -424,3 +424,37 @@ def own_error(rank: int) -> tuple[str, int, dict[int, float]]:
     dist.barrier()
     watch.close()
     return said, sum(p.grad is not None for p in layer.parameters()), ages
+
+
+def misuse(rank: int) -> list[str]:
+    """What is said of calls that cannot be meant."""
+    ones, said = torch.ones(600, 600), []
+    reducer = RowReducer(rates=FREE)
+    for call in (
+        lambda: reducer.all_reduce_many([Item(ones)], plan="ring"),  # type: ignore[arg-type]
+        lambda: reducer.all_reduce_many([Item(ones)], op="max"),  # type: ignore[arg-type]
+        lambda: reducer.all_reduce_many([Item(torch.eye(3).to_sparse(1), "t")]),
+        lambda: reducer.all_reduce_many([Item(ones, "a"), Item(ones, "a")]),
+        lambda: reducer.all_reduce(ones.long(), "steps", op="avg"),
+        lambda: reducer.all_reduce(ones, "w", rows=torch.tensor([-1])),
+        lambda: lf_comm.PeerWatch(patience_s=float("nan")),
+        lambda: lf_comm.PeerWatch(interval_s=0),
+    ):
+        try:
+            call()
+        except Exception as error:
+            said.append(f"{type(error).__name__}: {error}")
+    assert bool((ones == 1).all())
+    return said
+
+
+def groups_that_end(rank: int) -> int:
+    """Default reducers left after sums over groups that were destroyed."""
+    from lf_comm.rows import _defaults
+
+    for _ in range(3):
+        group = dist.new_group([0, 1])
+        lf_comm.all_reduce_rows(torch.ones(3), group)
+        dist.destroy_process_group(group)
+    lf_comm.all_reduce_rows(torch.ones(3))
+    return len(_defaults)

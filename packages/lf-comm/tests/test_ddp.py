@@ -54,3 +54,5 @@ def test_an_error_in_the_hook_is_raised_by_backward_and_a_second_hook_is_refused
 def test_names_that_the_module_lacks_are_refused() -> None:
     with pytest.raises(ValueError, match="no parameter tabel"):
         jobs.SparseGradReducer(jobs.made(), only=["tabel.weight"])
+    with pytest.raises(ValueError, match=r"no parameter tabel\.weight"):
+        jobs.SparseGradReducer(jobs.made(), only="tabel.weight")

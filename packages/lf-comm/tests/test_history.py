@@ -121,7 +121,16 @@ def test_rates_are_kept_in_a_file(tmp_path: Path) -> None:
     rates = Rates(1e-4, 1e-9, 2e-9, 3e-9, 4e-10, 5e-10, 6e-10)
     rates.save(tmp_path / "rates.json")
     assert Rates.load(tmp_path / "rates.json") == rates
-    for bad in ('{"version": 1}', '{"version": 2, "latency": 1}', "[]", '{"version": 1, "latency": "x"}'):
+    for bad in (
+        "",
+        "{",
+        "[" * 100_000,
+        "\ud7ff{",
+        '{"version": 1}',
+        '{"version": 2, "latency": 1}',
+        "[]",
+        '{"version": 1, "latency": "x"}',
+    ):
         (tmp_path / "bad.json").write_text(bad)
         with pytest.raises(ValueError, match=r"bad\.json"):
             Rates.load(tmp_path / "bad.json")

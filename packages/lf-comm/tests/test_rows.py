@@ -132,3 +132,23 @@ def test_ranks_that_differ_hear_of_it_all_at_once(ranks: Ranks) -> None:
 def test_without_a_process_group_it_says_what_to_call() -> None:
     with pytest.raises(ValueError, match="init_process_group"):
         lf_comm.all_reduce_rows(torch.ones(3))
+
+
+def test_calls_that_cannot_be_meant_say_so_on_every_rank(ranks: Ranks) -> None:
+    words = [
+        "plan='ring'",
+        "op='max'",
+        "t: torch.sparse_coo",
+        "key 'a'",
+        "steps: op='avg'",
+        "ids -1 to -1 of a tensor of 600",
+    ]
+    words += ["patience_s=nan", "interval_s=0"]
+    for said in ranks.call(jobs.misuse, 2):
+        assert len(said) == len(words)
+        for word, text in zip(words, said, strict=True):
+            assert word in text
+
+
+def test_reducers_of_destroyed_groups_are_let_go(ranks: Ranks) -> None:
+    assert ranks.call(jobs.groups_that_end, 2) == [1, 1]

@@ -104,7 +104,10 @@ class Rates:
     @classmethod
     def load(cls, path: Path) -> Rates:
         """What :meth:`save` wrote. ValueError for anything else."""
-        found = json.loads(path.read_text())
+        try:
+            found = json.loads(path.read_bytes())
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{path}: no JSON: {error}") from error
         names = {field.name for field in fields(cls)}
         if not isinstance(found, dict) or found.pop("version", None) != 1 or set(found) != names:
             raise ValueError(f"{path}: no rates of lf-comm")

@@ -42,7 +42,7 @@ class SparseGradReducer:
         Raises ValueError for a name in `only` that the module does not have.
         """
         named = dict(module.named_parameters())
-        self._only = None if only is None else frozenset(only)
+        self._only = None if only is None else frozenset([only] if isinstance(only, str) else only)
         if unknown := sorted((self._only or frozenset()) - set(named)):
             raise ValueError(f"only: the module has no parameter {unknown[0]}")
         self._names = {id(parameter): name for name, parameter in named.items()}

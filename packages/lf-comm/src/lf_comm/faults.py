@@ -59,8 +59,9 @@ class PeerWatch:
 
         A rank that computes holds the interpreter at most for one operator, so it beats on.
         """
-        if interval_s <= 0:
-            raise ValueError(f"interval_s={interval_s}: seconds above 0 are wanted")
+        for name, seconds in (("interval_s", interval_s), ("patience_s", patience_s)):
+            if seconds is not None and not 0 < seconds < float("inf"):
+                raise ValueError(f"{name}={seconds}: seconds above 0 are wanted")
         self._ranks = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
         self._rank = dist.get_rank()
         self._interval = interval_s

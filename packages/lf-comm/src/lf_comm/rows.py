@@ -128,11 +128,8 @@ class RowReducer:
         op: Op = "sum",
     ) -> RowsWork:
         """Sum `tensor` in place; see :func:`all_reduce_rows`."""
-        if plan not in get_args(Plan):
-            raise ValueError(f"plan={plan!r}: choose one of {', '.join(get_args(Plan))}")
-        if op not in get_args(Op):
-            raise ValueError(f"op={op!r}: choose sum or avg")
         if tensor.layout is not torch.strided:
+            _check_words(plan, op)
             return self._sparse(tensor, key, op)
         (work,) = self.all_reduce_many([Item(tensor, key, rows)], plan=plan, op=op)
         return work
@@ -140,11 +137,28 @@ class RowReducer:
     def all_reduce_many(
         self, items: Sequence[Item], *, plan: Plan = "auto", op: Op = "sum"
     ) -> list[RowsWork]:
-        """Sum several tensors in place; one collective asks for the rows of all."""
+        """Sum several strided tensors in place; one collective asks for the rows of all."""
+        _check_words(plan, op)
+        if op == "avg" and (
+            whole := [i.key for i in items if not (i.tensor.is_floating_point() or i.tensor.is_complex())]
+        ):
+            raise TypeError(
+                f"{whole[0] or 'tensor'}: op='avg' of whole numbers; sum them, and divide what you mean to"
+            )
         return [self.run(one, op) for one in self.prepare(items, plan=plan)]
 
     def prepare(self, items: Sequence[Item], *, plan: Plan = "auto") -> list[PlannedSum]:
         """Choose how each would be summed, for a caller that sums dense ones together; then `run`."""
+        for item in items:
+            if item.tensor.layout is not torch.strided:
+                raise LayoutError(
+                    f"{item.key or 'tensor'}: {item.tensor.layout} among others; all_reduce sums it alone"
+                )
+        keys = [item.key for item in items if item.key is not None]
+        if twice := next((key for key in keys if keys.count(key) > 1), None):
+            raise ValueError(
+                f"key {twice!r} stands for two tensors: what is learned of one would be said of the other"
+            )
         sums = [self._begin(item, plan) for item in items]
         self._decide(sums, plan)
         return sums
@@ -296,9 +310,21 @@ def all_reduce_rows(
     if whole is None:
         raise ValueError("there is no process group: call torch.distributed.init_process_group first")
     reducer = _defaults.get(whole)
-    if reducer is None or reducer.channel.size != dist.get_world_size(whole):
+    if reducer is None:
+        for gone in [held for held in _defaults if not _is_alive(held)]:
+            del _defaults[
+                gone
+            ]  # a group that was destroyed keeps its threads and sockets as long as it is held
         reducer = _defaults[whole] = RowReducer(whole)
     return reducer.all_reduce(tensor, key, rows=rows, plan=plan, op=op)
+
+
+def _is_alive(group: dist.ProcessGroup) -> bool:
+    try:
+        dist.get_process_group_ranks(group)
+    except (KeyError, ValueError):
+        return False
+    return True
 
 
 def _as_rows(tensor: Tensor) -> Tensor:
@@ -317,7 +343,16 @@ def _own_rows(item: Item, rows: Tensor) -> Tensor:
     return live
 
 
+def _check_words(plan: str, op: str) -> None:
+    if plan not in get_args(Plan):
+        raise ValueError(f"plan={plan!r}: choose one of {', '.join(get_args(Plan))}")
+    if op not in get_args(Op):
+        raise ValueError(f"op={op!r}: choose sum or avg")
+
+
 def _checked(ids: Tensor, rows: Tensor) -> Tensor:
     if ids.dtype not in (torch.int64, torch.int32):
         raise TypeError(f"rows: {ids.dtype}; int64 ids are wanted")
+    if ids.numel() and not 0 <= int(ids.min()) <= int(ids.max()) < len(rows):
+        raise IndexError(f"rows: ids {int(ids.min())} to {int(ids.max())} of a tensor of {len(rows)} rows")
     return ids.flatten().to(rows.device, torch.int64)
