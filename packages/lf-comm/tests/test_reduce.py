@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import comm_jobs as jobs
+import comm_reduce_jobs as jobs
 import pytest
 import torch
 from comm_ranks import Ranks
