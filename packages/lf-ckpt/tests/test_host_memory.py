@@ -203,6 +203,9 @@ def test_an_old_kernel_leaves_populating_to_the_first_copy(monkeypatch: pytest.M
     memory = HostMemory(8 * MIB, pinned=False)
     memory.wait_ready(memory.size)
     memory.tensor.fill_(1)
+
+    assert bool((memory.tensor == 1).all())
+    assert memory.note().startswith("own pages")
     memory.close()
 
 
