@@ -250,10 +250,11 @@ def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = _parser()
     args, extra = parser.parse_known_args(arguments)
     settings = vars(args).get("overrides", vars(args).get("arguments"))
-    for word in extra:
-        if settings is None or word.startswith("-") or "=" not in word:
-            parser.error(f"unrecognized arguments: {' '.join(extra)}")
-        settings.append(word)
+    unknown = [word for word in extra if settings is None or word.startswith("-") or "=" not in word]
+    if unknown:
+        parser.error(f"unrecognized arguments: {' '.join(unknown)}")
+    if settings is not None:
+        settings += extra
     return args
 
 
