@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from ckpt_states import assert_same, copy_of
 
 import lf_ckpt
 import lf_ckpt.fetch
-from lf_ckpt.fetch import RUN_BYTES, DirectFile, Run, aligned, empty, land, runs, settle
+from lf_ckpt.fetch import RUN_BYTES, DirectFile, Fetch, Run, aligned, empty, land, runs, settle
 from lf_ckpt.reader import StepReader
 
 MIB = 1 << 20
@@ -203,6 +204,23 @@ def test_a_cut_file_is_named_with_the_first_extent_that_is_missing(tmp_path: Pat
         with pytest.raises(lf_ckpt.CorruptError, match="cut") as caught:
             settle(first, landed, out, "x", verify=True)
     assert caught.value.extent == 2
+
+
+def test_only_the_tail_of_a_tensor_in_reach_of_the_device_is_copied(tmp_path: Path) -> None:
+    with lf_ckpt.open(tmp_path, compress="raw") as store:
+        store.save(1, {"x": state()["long"]}).wait()
+    files = Files(512)
+    with StepReader(files, str(tmp_path / "steps"), "1") as reader, closing(Fetch(reader, "direct")):
+        (shard,) = reader.manifest.tensors[0].shards
+        *_, last = runs(reader, reader.extents_of(shard.placed))
+        assert isinstance(last, Run)
+        assert last.nbytes % 4096 == 77
+        room = aligned(last.nbytes + 64)
+        land(last, room[64 : 64 + last.nbytes])  # here the device's wish is learned
+        with_copy, without = (land(last, room[at : at + last.nbytes]) for at in (64, 0))
+        assert (with_copy.lent is None, without.lent is None) == (False, True)
+        assert with_copy.memory[: last.nbytes].tobytes() == without.memory.tobytes()
+        with_copy.give_back()
 
 
 def test_runs_join_what_lies_side_by_side_and_lose_nothing(store: Path) -> None:

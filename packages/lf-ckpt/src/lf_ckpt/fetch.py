@@ -137,8 +137,8 @@ class DirectFile:
         return got
 
     def reaches(self, view: Bytes) -> bool:
-        """Whether the device can write all of `view`, as far as is known."""
-        return not (view.size % ALIGN or view.ctypes.data % _ALIGNMENTS[self._alignment])
+        """Whether the device can write to where `view` lies, as far as is known; `read` sees to a tail."""
+        return bool(view.ctypes.data % _ALIGNMENTS[self._alignment] == 0)
 
     def close(self) -> None:
         """Close the descriptor."""

@@ -44,9 +44,8 @@ class Filler:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-load")
         # Threads that only read keep the disk busy while others hash and copy: a quarter of the time of a cold load.
         self._reads = ThreadPoolExecutor(threads, thread_name_prefix="lf-ckpt-read")
-        self._room = threading.Semaphore(
-            2 * threads
-        )  # runs read and not settled: what bounds the lent memory
+        # Runs read and not settled: what bounds the lent memory.
+        self._room = threading.Semaphore(2 * threads)
         self._pending: deque[Future[Future[None] | None]] = deque()
         self._gathering = False
         self._rings: dict[torch.device, Ring] = {}
