@@ -4,10 +4,11 @@
     python curves.py --tiny --steps 5 --seeds 2               # on a CPU
 
 Every row trains from the same weights on the same cycle of batches, fed into fixed addresses, with dropout from the
-same seed. Eager's own spread is the largest distance between its curve and those of eager rows that compute the same
-in another order: once more (some backward kernels add atomically), and with torch's other AdamW (foreach), which rounds
-elsewhere. The other rows must stay within it. Where nothing is atomic and the arithmetic is the same, curves must be
-equal in every bit: the captured stock row.
+same seed. Eager's own spread is the largest distance between any two eager curves of a seed, which compute the same in
+another order: once more (some backward kernels add atomically), with torch's other AdamW (foreach), which rounds
+elsewhere, and with each attention kernel of torch. The other rows must stay within it. Where nothing is atomic and the
+arithmetic is the same, curves must be equal in every bit: the captured stock row, and our step with an optimizer that
+it captures as torch has it (SGD), against eager with that one.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import json
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
+import ours
 import report
 import stock
 import torch
@@ -41,6 +44,9 @@ from workloads import (
 VERSION = 1
 CYCLE = 8  # batches, seen again and again: losses fall because they are learned by heart
 REFERENCE, AGAIN, FOREACH = "eager", "eager again", "eager, foreach AdamW"
+ATTENTION = ("flash", "cudnn")
+EAGER = (REFERENCE, AGAIN, FOREACH, *(f"{REFERENCE}, {kind}" for kind in ATTENTION))
+SAME_ARITHMETIC = {"lf-graph, not compiled, SGD": "eager, SGD"}  # bit for bit
 
 
 @dataclass(frozen=True)
@@ -112,10 +118,21 @@ def curve_rows(workload: Workload, modules: Iterable[str], match: str) -> list[R
     """
     reference = replace(stock.EAGER_FUSED, name=REFERENCE, accelerated=True)
     foreach = replace(reference, name=FOREACH, fused=False)
-    variants = [reference, replace(reference, name=AGAIN), foreach, stock.GRAPH]
+    attention = [stock.pinned(reference, kind) for kind in ATTENTION]
+    variants = [reference, replace(reference, name=AGAIN), foreach, *attention, stock.GRAPH]
     found = [stock.row_of(workload, workload.batches[0], v) for v in variants]
     others = [r for name in modules if name != "stock" for r in rows_from(name, workload)]
-    return found + [r for r in others if match in r.name]
+    return found + [r for r in others if match in r.name] + same_arithmetic(workload, "ours" in modules)
+
+
+def same_arithmetic(workload: Workload, ours_too: bool) -> list[Row]:
+    """Eager with SGD, and our uncompiled step with it."""
+    eager = replace(stock.EAGER_FUSED, name="eager, SGD", accelerated=True, sgd=True)
+    found = [stock.row_of(workload, workload.batches[0], eager)]
+    if ours_too:
+        captured = ours.Ours("lf-graph, not compiled, SGD", compile="off", sgd=True)
+        found.append(ours.row_of(workload, workload.batches[0], captured))
+    return found
 
 
 def train(row: Row, device: torch.device, seed: int, steps: int) -> tuple[float, ...]:
@@ -153,14 +170,21 @@ def mean(values: Iterable[float]) -> float:
     return sum(values) / len(values) if values else float("nan")
 
 
-def verdict(curves: Sequence[Curve], reference: dict[int, Curve], others: Iterable[Curve]) -> Verdict:
-    """Compare one row's curves with eager's of the same seeds; ``others`` are eager's too, in another order."""
+def spread_of(eager: Iterable[Curve]) -> float:
+    """The largest distance between two curves of one seed."""
+    by_seed: dict[int, list[Curve]] = {}
+    for c in eager:
+        if not c.error:
+            by_seed.setdefault(c.seed, []).append(c)
+    pairs = [pair for group in by_seed.values() for pair in combinations(group, 2)]
+    return max((report.distance([*a.losses], [*b.losses]) for a, b in pairs), default=0.0)
+
+
+def verdict(curves: Sequence[Curve], reference: dict[int, Curve], spread: float) -> Verdict:
+    """Compare one row's curves with the reference's of the same seeds."""
     good = [c for c in curves if not c.error and not reference[c.seed].error]
     one = curves[0]
     error = next((c.error or reference[c.seed].error for c in curves if c not in good), "")
-    seeds = {c.seed for c in good}
-    same = [c for c in others if c.seed in seeds and not c.error]
-    spread = [report.distance([*c.losses], [*reference[c.seed].losses]) for c in same]
     away = [report.distance([*c.losses], [*reference[c.seed].losses]) for c in good]
     return Verdict(
         one.workload,
@@ -169,7 +193,7 @@ def verdict(curves: Sequence[Curve], reference: dict[int, Curve], others: Iterab
         len(curves),
         sum(c.losses == reference[c.seed].losses for c in good),
         max(away, default=float("nan")),
-        max(spread, default=float("nan")),
+        spread,
         mean(c.losses[0] for c in good),
         mean(c.losses[-1] for c in good),
         error,
@@ -177,17 +201,19 @@ def verdict(curves: Sequence[Curve], reference: dict[int, Curve], others: Iterab
 
 
 def verdicts(curves: Iterable[Curve]) -> list[Verdict]:
-    """One verdict for each row of each workload, but for the reference itself."""
+    """One verdict for each row of each workload, but for the references themselves."""
     groups: dict[tuple[str, str, str], list[Curve]] = {}
     for c in curves:
         groups.setdefault((c.workload, c.row, c.source), []).append(c)
     found = []
     for (workload, row, _), group in groups.items():
-        reference = groups.get((workload, REFERENCE, "stock"))
-        others = [c for name in (AGAIN, FOREACH) for c in groups.get((workload, name, "stock"), [])]
-        if row == REFERENCE or reference is None or not others:
+        reference = groups.get((workload, SAME_ARITHMETIC.get(row, REFERENCE), "stock"))
+        eager = [c for name in EAGER for c in groups.get((workload, name, "stock"), [])]
+        known = {c.seed: c for c in reference or ()}
+        compared = [c for c in group if c.seed in known]
+        if row in (REFERENCE, *SAME_ARITHMETIC.values()) or not compared or len(eager) == len(known):
             continue
-        found.append(verdict(group, {c.seed: c for c in reference}, others))
+        found.append(verdict(compared, known, 0.0 if row in SAME_ARITHMETIC else spread_of(eager)))
     return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from measure import Case, Prepared, Row, forget_moments, reload_weights
-from stock import LEARNING_RATE
+from stock import LEARNING_RATE, sgd
 from torch import nn
 from workloads import Workload
 
@@ -33,6 +33,7 @@ class Ours:
     recompute: Recompute = "default"
     release: Release = "exact"
     clip: float = 0.0
+    sgd: bool = False
     launch: Launch | None = None
     expect_s: float = 55.0
     change: Callable[[nn.Module], nn.Module] = lambda model: model
@@ -50,7 +51,9 @@ def prepare(case: Case, ours: Ours) -> Prepared:
     loss = ours.loss or case.workload.loss
     case.workload.freeze(model)
     trained = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    optimizer: torch.optim.Optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE)
+    if ours.sgd:
+        optimizer = sgd(trained, case.device)
     step = TrainStep(
         model,
         optimizer,

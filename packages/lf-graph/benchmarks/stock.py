@@ -7,7 +7,7 @@ row of a (workload, batch) is whichever is fastest in the run, not one chosen he
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -20,6 +20,7 @@ from workloads import Workload
 
 GRAPH_WARM_UP = 3  # steps on a side stream before capture, as torch's documentation asks
 LEARNING_RATE = 1e-4
+SGD_RATE = 1e-2
 ATTENTION = {"flash": "flash", "cudnn": "cudnn", "efficient": "mem_efficient"}
 
 
@@ -29,7 +30,8 @@ class Variant:
 
     compile: "" (eager), "blocks" (each block alone) or "whole" (the model); ``options`` go to inductor, and ``mode``
     replaces them; ``partition`` are settings of torch._functorch.config, by which forward and backward are cut apart.
-    attention: "" lets torch choose the kernel. ``compile_optimizer`` compiles ``optimizer.step``.
+    attention: "" lets torch choose the kernel. ``compile_optimizer`` compiles ``optimizer.step``. ``sgd`` takes
+    that rule instead of AdamW's.
     """
 
     name: str
@@ -39,6 +41,7 @@ class Variant:
     accelerated: bool = True
     compile: str = ""
     compile_optimizer: bool = False
+    sgd: bool = False
     graph: bool = False
     attention: str = ""
     options: tuple[tuple[str, Any], ...] = ()
@@ -132,11 +135,18 @@ def compiled(model: nn.Module, workload: Workload, variant: Variant) -> nn.Modul
     return model
 
 
-def adamw(model: nn.Module, variant: Variant, device: torch.device) -> torch.optim.AdamW:
-    """AdamW with its defaults; ``capturable`` keeps the step count on the device."""
+def optimizer_of(model: nn.Module, variant: Variant, device: torch.device) -> torch.optim.Optimizer:
+    """AdamW with its defaults, or SGD; ``capturable`` keeps the step count on the device."""
     trained = [p for p in model.parameters() if p.requires_grad]
     capturable = variant.graph and device.type == "cuda"
+    if variant.sgd:
+        return sgd(trained, device)
     return torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=variant.fused, capturable=capturable)
+
+
+def sgd(parameters: Iterable[nn.Parameter], device: torch.device) -> torch.optim.SGD:
+    """The optimizer that :class:`lf_graph.TrainStep` captures as torch has it; its rate lies on the device there."""
+    return torch.optim.SGD(parameters, lr=torch.tensor(SGD_RATE, device=device), momentum=0.9, fused=True)
 
 
 def whole_step(
@@ -185,7 +195,7 @@ def prepare(case: Case, variant: Variant) -> Prepared:
         undo.enter_context(only_attention(variant.attention))
         undo.enter_context(torch._functorch.config.patch(dict(variant.partition)))
         model = build(case, variant)
-        optimizer = adamw(model, variant, case.device)
+        optimizer = optimizer_of(model, variant, case.device)
         called = compiled(model, case.workload, variant)
         batch = case.inputs()
         step = whole_step(called, optimizer, case, variant, batch)

@@ -181,7 +181,7 @@ def caller_of(graphed: TensorsOnly) -> Callable[..., Any]:
 def prepare_graphed_blocks(case: Case, variant: Variant) -> Prepared:
     """Blocks as graphs, the rest and the optimizer as plain launches."""
     model, batch = stock.build(case, variant), case.inputs()
-    optimizer = stock.adamw(model, variant, case.device)
+    optimizer = stock.optimizer_of(model, variant, case.device)
     # the weight casts of a graphed block lie in its graph, so autocast must not keep any
     step = stock.whole_step(model, optimizer, case, replace(variant, graph=True), batch)
     graph_blocks(model, case.workload, batch)

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import operator
 import sys
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import sm90
@@ -15,6 +17,7 @@ from hypothesis import strategies as st
 from kernel_cases import DEVICE, same_bits
 from kernel_checks import exact, with_gradients
 from torch import Tensor, nn
+from torch.fx import GraphModule
 
 from lf_graph.kernels import Float8Linear, KernelUnavailableError, float8_linear, to_float8
 from lf_graph.kernels import _float8_triton as kernels
@@ -204,6 +207,19 @@ def test_in_compiled_code_it_stays_outside_and_computes_the_same(scaling: str) -
         fn = ours(implementation, scaling)
         compiled = torch.compile(fn, backend="aot_eager")
         assert same_bits(with_gradients(compiled, *given), with_gradients(fn, *given))
+
+
+def test_compiled_code_around_it_holds_nothing_of_it() -> None:
+    graphs: list[GraphModule] = []
+
+    def keep(graph: GraphModule, _: object) -> Callable[..., Any]:
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda x, w: ours("plain", "tensor")(x, w) * 2, backend=keep)
+    compiled(*inputs(8)).sum().backward()
+    called = [node.target for graph in graphs for node in graph.graph.nodes if node.op == "call_function"]
+    assert called == [operator.mul]
 
 
 def test_operators_keep_their_promises_to_torch() -> None:

@@ -43,7 +43,8 @@ class Float8Linear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         """[..., in_features] to bfloat16 [..., out_features]."""
-        return float8_linear(input, self.weight, self.bias, scaling=self.scaling)
+        out: torch.Tensor = float8_linear(input, self.weight, self.bias, scaling=self.scaling)
+        return out
 
     def extra_repr(self) -> str:
         return f"{super().extra_repr()}, scaling={self.scaling}"

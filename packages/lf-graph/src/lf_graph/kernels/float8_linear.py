@@ -23,6 +23,8 @@ VALUES, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
 MULTIPLE = 16  # that sizes of an 8-bit product must be of (cuBLASLt, CUTLASS)
 
 
+# Compiled by torch 2.11 on a GPU, results were zero: neither this call nor what it calls is compiled.
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def float8_linear(
     x: Tensor,
     weight: Tensor,
@@ -71,10 +73,6 @@ def float8_linear(
         )
     out = out.view(*x.shape[:-1], weight.shape[0])
     return out if bias is None else out + bias.to(out.dtype)
-
-
-# What torch.compiler.disable does, but for importing the compiler: compiled by torch 2.11 on a GPU, results were zero.
-float8_linear._torchdynamo_disable = True  # type: ignore[attr-defined]
 
 
 def _in_bfloat16(x: Tensor) -> Tensor:
