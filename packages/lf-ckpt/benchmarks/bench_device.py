@@ -201,7 +201,8 @@ def timed(job: Job, work: Callable[[], object]) -> float:
 
 def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
     """torch.save and DCP: how long training stands still, and the restore of torch.save."""
-    tensors = lf_ckpt.collect(job.model, job.optimizer).tensors
+    # torch 2.11 cannot stage a Parameter (KeyError of its deep copy)
+    tensors = {k: t.detach() for k, t in lf_ckpt.collect(job.model, job.optimizer).tensors.items()}
     path = folder / "state.pt"
     rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
 
