@@ -10,7 +10,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from lf_comm._buckets import Gradient, Profile, Wire, assign, cut, ddp_buckets, exposed, run_stream
+from lf_comm._buckets import _SLACK, Gradient, Profile, Wire, assign, cut, ddp_buckets, exposed, run_stream
 from lf_comm._order import Job, order_by_deadline, stall
 from lf_comm.cost import Rates
 
@@ -33,7 +33,7 @@ def end_of(arrived: list[tuple[int, float]], sizes: list[int], wire: Wire) -> fl
 
 
 @given(gradients, wires)
-def test_no_other_cut_ends_earlier_than_one_percent_before(
+def test_no_other_cut_ends_earlier_than_half_a_percent_before(
     arrived: list[tuple[int, float]], wire: Wire
 ) -> None:
     some = [one for one in arrived if one[0]]
@@ -47,8 +47,8 @@ def test_no_other_cut_ends_earlier_than_one_percent_before(
         sizes = [sum(b for b, _ in some[lo:hi]) for lo, hi in itertools.pairwise(places)]
         ends[tuple(sizes)] = end_of(some, sizes, wire)
     best = min(ends.values())
-    assert ends[tuple(found)] <= best * 1.01 + 1e-12
-    assert len(found) == min(len(sizes) for sizes, end in ends.items() if end <= best * 1.01 + 1e-12)
+    assert ends[tuple(found)] <= best * (1 + _SLACK) + 1e-12
+    assert len(found) == min(len(sizes) for sizes, end in ends.items() if end <= best * (1 + _SLACK) + 1e-12)
 
 
 def test_a_long_model_is_cut_in_its_bytes_and_near_the_best() -> None:
@@ -57,7 +57,7 @@ def test_a_long_model_is_cut_in_its_bytes_and_near_the_best() -> None:
     sizes = cut(arrived, wire)
     assert sum(sizes) == 4000 * count
     # backward 0.5 s, sums of 20 MB 0.02 s: what is exposed is a small last bucket
-    assert end_of(arrived, sizes, wire) - 0.5 < 2.2e-3
+    assert end_of(arrived, sizes, wire) - 0.5 < 1e-3 + 0.005 * 0.51 + 1e-3
     assert len(sizes) < 40
 
 

@@ -1,28 +1,46 @@
 """Exact row-sparse all-reduce for torch.distributed: any backend, the cheapest path, agreed by all ranks."""
 
 from lf_comm._ask import DisagreementError
+from lf_comm._buckets import Gradient, Profile, Wire
+from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
+from lf_comm._timer import BackwardTimer, OrderChangedError, ScheduleError
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
+from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccurateReducer",
+    "BackwardTimer",
+    "BucketPlan",
     "Decision",
     "DisagreementError",
+    "Exposed",
+    "Gradient",
     "Item",
     "LayoutError",
     "Load",
+    "Measured",
+    "OrderChangedError",
     "PeerLost",
     "PeerWatch",
+    "PlannedBucket",
+    "Profile",
     "Rates",
     "RowReducer",
     "RowsWork",
+    "ScheduleError",
     "SparseGradReducer",
+    "Wire",
     "accurate_all_reduce",
     "all_reduce_rows",
+    "make_plan",
+    "measure_exposed",
     "measure_rates",
+    "plan_buckets",
+    "supported_levers",
 ]
