@@ -203,18 +203,6 @@ def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
     """torch.save and DCP: how long training stands still, and the restore of torch.save."""
     # torch 2.11 cannot stage a Parameter (KeyError of its deep copy)
     tensors = {k: t.detach() for k, t in lf_ckpt.collect(job.model, job.optimizer).tensors.items()}
-    path = folder / "state.pt"
-    rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
-
-    def restore() -> None:
-        for name, tensor in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
-            tensors[name].copy_(tensor)
-
-    rows["torch.load in place"] = timed(job, restore)
-    path.unlink()
-    rows["DCP save: stopped"] = timed(job, lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
-    rows["DCP load in place"] = timed(job, lambda: dcp.load(tensors, checkpoint_id=folder / "dcp"))
-    shutil.rmtree(folder / "dcp")
     pinned = job.device.type == "cuda"
     stager = DefaultStager(StagingOptions(pinned, True, False, pinned))
     saves = []
@@ -229,6 +217,18 @@ def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
     rows["DCP async_save, first: stopped"] = saves[0][0]
     later = list(zip(*saves[1:], strict=True))
     rows["DCP async_save, pinned memory reused: stopped"], rows["DCP async_save: uploaded"] = map(list, later)
+    path = folder / "state.pt"
+    rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
+
+    def restore() -> None:
+        for name, tensor in torch.load(path, map_location="cpu", weights_only=True, mmap=True).items():
+            tensors[name].copy_(tensor)
+
+    rows["torch.load in place"] = timed(job, restore)
+    path.unlink()
+    rows["DCP save: stopped"] = timed(job, lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
+    rows["DCP load in place"] = timed(job, lambda: dcp.load(tensors, checkpoint_id=folder / "dcp"))
+    shutil.rmtree(folder / "dcp")
 
 
 def bars(rows: Rows) -> list[dict[str, Any]]:

@@ -9,6 +9,7 @@ import torch
 from ckpt_states import assert_same, copy_of, state
 
 import lf_ckpt
+from lf_ckpt import staging
 
 pytestmark = [
     pytest.mark.gpu,
@@ -118,10 +119,13 @@ def train(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("slab", [None, 8 << 20])
+@pytest.mark.parametrize(("slab", "queued"), [(None, 128), (None, 1), (8 << 20, 128)])
 def test_a_fenced_save_holds_the_values_before_the_step_that_follows(
-    tmp_path: Path, slab: int | None
+    tmp_path: Path, slab: int | None, queued: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(
+        staging, "QUEUED_COPIES", queued
+    )  # of 5: what the caller leaves to the staging thread
     model, optimizer = trained()
     with lf_ckpt.open(tmp_path, slab_bytes=slab) as store:
         for number in range(4):

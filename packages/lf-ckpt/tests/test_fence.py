@@ -263,7 +263,47 @@ def test_copies_that_are_queued_when_staging_fails_have_arrived_before_the_slab_
             slab.take(1)
 
     with pytest.raises(StagingAbortedError):
-        staging.stage(plan, slab, 1 << 20, deliver, Progress())
+        staging.Staging(plan, slab, 1 << 20, deliver, Progress()).finish()
     assert len(events) == 2
     assert events[-1].arrived  # the last one of a device is behind the others
     slab.close()
+
+
+def queued_copies(
+    monkeypatch: pytest.MonkeyPatch, count: int
+) -> tuple[list[Event], list[staging.Staged], staging.Staging]:
+    """A device state of `count` chunks: its events, what the writer was given, and its staging."""
+    events: list[Event] = []
+
+    def queue(*_: object) -> Event:
+        events.append(Event())
+        return events[-1]
+
+    monkeypatch.setattr(staging, "_copy_in", queue)
+    plan = make_plan({str(n): torch.zeros(1 << 18) for n in range(count)}, {})
+    given: list[staging.Staged] = []
+    return events, given, staging.Staging(plan, Slab(32 << 20, False), 1 << 20, given.append, Progress())
+
+
+def test_a_caller_queues_no_more_than_the_first_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(staging, "QUEUED_COPIES", 8)
+    events, given, copies = queued_copies(monkeypatch, 20)
+
+    copies.begin()
+    assert len(events) == len(given) == 8
+    assert not any(event.arrived for event in events)
+
+    assert copies.finish() == [events[-1]]
+    assert [staged.chunk.stream for staged in given] == list(range(20))
+    assert [event.arrived for event in events] == [True] * 12 + [False] * 8
+
+
+def test_what_fails_in_the_callers_copies_is_raised_where_the_rest_is_copied(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    _, _, copies = queued_copies(monkeypatch, 4)
+    monkeypatch.setattr(staging, "_copy_in", lambda *_: 1 / 0)
+
+    copies.begin()
+    with pytest.raises(ZeroDivisionError):
+        copies.finish()

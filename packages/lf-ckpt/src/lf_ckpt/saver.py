@@ -26,7 +26,7 @@ from .saving import SaveJob, failed_report, run, translate
 from .sink import Sink, Writing
 from .sizing import chunk_bytes_for, predict_stall
 from .slab import Slab, StagingAbortedError
-from .staging import side_streams, stage
+from .staging import Staging, side_streams
 from .staging_slab import StagingSlab
 from .team import Begun, Team
 from .writer import Base
@@ -34,7 +34,7 @@ from .writer import Base
 _log = logging.getLogger("lf_ckpt")
 # Host tensors beside those of a device are counters and generators; more than this is copied by the staging thread.
 QUEUED_HOST_BYTES = 4 << 20
-Staging: TypeAlias = list[torch.cuda.Event]
+Events: TypeAlias = list[torch.cuda.Event]
 
 
 class Saver:
@@ -51,6 +51,7 @@ class Saver:
         self._pool = Crew(threads, "lf-ckpt-encode", settle) if threads > 1 else None
         self._slab = StagingSlab(catalog.path, options.slab_bytes, self._writing.let_go)
         self._staging: Future[None] | None = None
+        self._copies: Staging | None = None
         self._undelivered: BaseException | None = None
         self._deltas = 0
         self._rate: float | None = None  # raw bytes per second of the last save, from its start to "written"
@@ -110,6 +111,10 @@ class Saver:
             # After a failure the stager may still be in the slab, which the next save will empty and fill.
             self._staging.exception()
             self._staging = None
+        if self._copies is not None:
+            with contextlib.suppress(RuntimeError):  # a device that is lost copies nothing any more
+                self._copies.arrive()
+            self._copies = None
         self.raise_undelivered()
 
     def raise_undelivered(self) -> None:
@@ -282,33 +287,37 @@ class Saver:
         """Copy while the caller stands still."""
         if job.plan.slab_bytes > job.slab.size:
             self._hand_over(job)
-            self._finish_staging(job, self._stage(job))
+            self._finish_staging(job, self._stage(job, self._copies_of(job)))
             return
         # The writer would only compete for memory bandwidth until all is copied.
         try:
-            self._finish_staging(job, self._stage(job))
+            self._finish_staging(job, self._stage(job, self._copies_of(job)))
         finally:
             self._hand_over(job)
 
     def _stage_behind(self, job: SaveJob) -> None:
-        """Copy while the caller goes on: queued here where that takes no time, else by the staging thread."""
+        """Copy while the caller goes on: begun here where that takes no time, the rest by the staging thread."""
         streams = side_streams(job.plan)
         self._hand_over(job)
+        copies = self._copies_of(job)
         host_bytes = sum(s.nbytes for s in job.plan.streams if not s.on_device)
         if job.plan.on_device and job.plan.slab_bytes <= job.slab.size and host_bytes <= QUEUED_HOST_BYTES:
-            # One thread queues all: a second one would fight the forward pass for the interpreter lock.
-            events = streams.run(lambda: self._stage(job))
-            self._staging = self._stager.submit(self._finish_staging, job, events)
-        else:
-            self._staging = self._stager.submit(
-                lambda: self._finish_staging(job, streams.run(lambda: self._stage(job)))
-            )
+            # A second thread fights the forward pass for the interpreter lock: of a small state it gets nothing.
+            streams.run(copies.begin)
+        self._staging = self._stager.submit(
+            lambda: self._finish_staging(job, streams.run(lambda: self._stage(job, copies)))
+        )
 
-    def _stage(self, job: SaveJob) -> Staging | None:
+    def _copies_of(self, job: SaveJob) -> Staging:
+        """The copies of a save, none of them made yet."""
+        chunk_bytes = chunk_bytes_for(job.slab.size)
+        self._copies = Staging(job.plan, job.slab, chunk_bytes, job.incoming.put, job.handle._progress)
+        return self._copies
+
+    def _stage(self, job: SaveJob, copies: Staging) -> Events | None:
         """Copy into the slab, or queue the copies; None when that failed and the writer knows."""
         try:
-            chunk_bytes = chunk_bytes_for(job.slab.size)
-            return stage(job.plan, job.slab, chunk_bytes, job.incoming.put, job.handle._progress)
+            return copies.finish()
         except StagingAbortedError:
             return None
         except Exception as error:
@@ -322,7 +331,7 @@ class Saver:
         finally:
             job.handle._progress.finish()
 
-    def _finish_staging(self, job: SaveJob, events: Staging | None) -> None:
+    def _finish_staging(self, job: SaveJob, events: Events | None) -> None:
         """The caller's tensors are free once the events have fired."""
         if events is None:
             return

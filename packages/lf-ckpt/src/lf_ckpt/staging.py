@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
+from itertools import islice
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -14,6 +16,9 @@ from .progress import Progress
 from .slab import Piece, Slab
 
 T = TypeVar("T")
+# A stream takes about 1024 commands, here a copy and an event each, and then holds up the thread that gives it more: a
+# forward pass would begin when most of the state is copied.
+QUEUED_COPIES = 128
 
 
 class Staged(NamedTuple):
@@ -51,31 +56,72 @@ def side_streams(plan: Plan) -> SideStreams:
     return SideStreams({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
 
 
-def stage(
-    plan: Plan, slab: Slab, chunk_bytes: int, deliver: Callable[[Staged], None], progress: Progress
-) -> list[torch.cuda.Event]:
-    """Copy every stream into the slab in order and hand each chunk on.
+class Staging:
+    """Copies every stream of a plan into the slab, in order, and hands each chunk on. For one thread at a time.
 
-    Copies from a device are queued on its current stream; the events returned, one per device, are behind the last.
+    Copies from a device are queued on its current stream.
     """
-    last: dict[torch.device, torch.cuda.Event] = {}  # a later event of a device covers its earlier ones
-    try:
-        for chunk in chunks([stream.nbytes for stream in plan.streams], chunk_bytes):
-            piece = slab.take(chunk.length)
-            stream = plan.streams[chunk.stream]
-            event = _copy_in(stream, chunk, slab, piece)
-            device = stream.source.device if isinstance(stream.source, torch.Tensor) else torch.device("cpu")
-            if event is not None:
-                last[device] = event
-            deliver(Staged(chunk, piece, event))
-            if chunk.start + chunk.length == stream.nbytes:
-                progress.advance(chunk.stream, device, event)
-    except BaseException:
-        # The next save empties the slab and fills it from another stream: what is queued must have arrived by then.
-        for event in last.values():
+
+    def __init__(
+        self,
+        plan: Plan,
+        slab: Slab,
+        chunk_bytes: int,
+        deliver: Callable[[Staged], None],
+        progress: Progress,
+    ) -> None:
+        self._plan, self._slab, self._deliver, self._progress = plan, slab, deliver, progress
+        self._left = chunks([stream.nbytes for stream in plan.streams], chunk_bytes)
+        self._queued: deque[torch.cuda.Event] = deque()
+        self._last: dict[
+            torch.device, torch.cuda.Event
+        ] = {}  # a later event of a device covers its earlier ones
+        self._failed: Exception | None = None
+
+    def begin(self) -> None:
+        """Copy or queue the first chunks, as many as never make the caller wait for the device.
+
+        Its error, unless it is an interrupt, is raised by `finish`.
+        """
+        try:
+            self._run(islice(self._left, QUEUED_COPIES))
+        except Exception as error:
+            self._failed = error
+
+    def finish(self) -> list[torch.cuda.Event]:
+        """Copy or queue what is left; the events returned, one per device, are behind its last copy."""
+        if self._failed is not None:
+            raise self._failed
+        self._run(self._left)
+        return list(self._last.values())
+
+    def arrive(self) -> None:
+        """Wait for what is queued."""
+        for event in self._last.values():
             event.synchronize()
-        raise
-    return list(last.values())
+
+    def _run(self, some: Iterable[Chunk]) -> None:
+        try:
+            for chunk in some:
+                self._one(chunk)
+        except BaseException:
+            # The next save empties the slab and fills it from another stream: what is queued must have arrived by then.
+            self.arrive()
+            raise
+
+    def _one(self, chunk: Chunk) -> None:
+        piece = self._slab.take(chunk.length)
+        stream = self._plan.streams[chunk.stream]
+        event = _copy_in(stream, chunk, self._slab, piece)
+        device = stream.source.device if isinstance(stream.source, torch.Tensor) else torch.device("cpu")
+        if event is not None:
+            self._last[device] = event
+            self._queued.append(event)
+        self._deliver(Staged(chunk, piece, event))
+        if chunk.start + chunk.length == stream.nbytes:
+            self._progress.advance(chunk.stream, device, event)
+        if len(self._queued) > QUEUED_COPIES:
+            self._queued.popleft().synchronize()
 
 
 def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cuda.Event | None:
