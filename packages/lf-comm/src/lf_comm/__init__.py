@@ -1,8 +1,10 @@
-"""Exact row-sparse all-reduce for torch.distributed: any backend, the cheapest path, agreed by all ranks."""
+"""Gradient reductions for torch.distributed: sparse rows exactly, 16 bits accurately, strongest blocks only."""
 
 from lf_comm._ask import DisagreementError
 from lf_comm._buckets import Gradient, Profile, Wire
 from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
+from lf_comm._residuals import ResidualError
+from lf_comm._shards import ShardError
 from lf_comm._timer import BackwardTimer, OrderChangedError, ScheduleError
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
@@ -10,12 +12,14 @@ from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
+from lf_comm.topk import BlockDecision, SparseGradientReducer
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AccurateReducer",
     "BackwardTimer",
+    "BlockDecision",
     "BucketPlan",
     "Decision",
     "DisagreementError",
@@ -31,10 +35,13 @@ __all__ = [
     "PlannedBucket",
     "Profile",
     "Rates",
+    "ResidualError",
     "RowReducer",
     "RowsWork",
     "ScheduleError",
+    "ShardError",
     "SparseGradReducer",
+    "SparseGradientReducer",
     "Wire",
     "accurate_all_reduce",
     "all_reduce_rows",
