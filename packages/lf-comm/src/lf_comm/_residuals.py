@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from lf_comm._blocks import at_least_float32
 
@@ -125,6 +124,8 @@ class Residuals:
 
 def _layout(parameter: Tensor) -> Tensor | None:
     """Shape and strides of its gradient in a bucket, on no device; None for a shard, which is flat."""
+    from torch.distributed.tensor import DTensor  # half of the time of importing torch, for those who need it
+
     if isinstance(parameter, DTensor):
         return None
     plain = parameter.detach()

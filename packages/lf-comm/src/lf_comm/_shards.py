@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, Shard
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import FSDPModule
 
 
 class ShardError(ValueError):
@@ -23,6 +24,10 @@ def shards_of(
     FSDP2 is told to hand over parameters without a gradient as zeros, so that the tensor is the same on every rank.
     Raises ShardError unless each is sharded over one dimension of a mesh, and `group` meets that in this rank alone.
     """
+    from torch.distributed.fsdp import (
+        FSDPModule,
+    )  # half of the time of importing torch, for those who need it
+
     found = []
     for prefix, part in module.named_modules():
         if not isinstance(part, FSDPModule):
@@ -42,6 +47,8 @@ def shards_of(
 
 def _owned(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
     """Parameters that no FSDP2 module further down has, in FSDP2's order."""
+    from torch.distributed.fsdp import FSDPModule
+
     dot = f"{prefix}." if prefix else ""
     for name, parameter in module.named_parameters(recurse=False):
         yield dot + name, parameter
@@ -51,6 +58,8 @@ def _owned(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
 
 
 def _check(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
     if not isinstance(parameter, DTensor):
         raise ShardError(f"{name}: no shard of FSDP2; give every module with parameters to fully_shard")
     mesh: Any = parameter.device_mesh
@@ -71,9 +80,7 @@ def _check(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> Non
 
 def _padded(parameter: Tensor) -> int:
     """Elements of a shard as FSDP2 sends it: the sharded dimension rounded up to a multiple of the ranks."""
-    assert isinstance(parameter, DTensor)
-    placement, ranks = parameter.placements[0], parameter.device_mesh.size()
-    assert isinstance(placement, Shard)
-    whole = parameter.shape[placement.dim]
+    tensor: Any = parameter
+    ranks, whole = tensor.device_mesh.size(), tensor.shape[tensor.placements[0].dim]
     share = -(-whole // ranks)
-    return share * (parameter.numel() // whole if whole else 0)
+    return share * (tensor.numel() // whole if whole else 0)
