@@ -185,6 +185,27 @@ def test_the_timer_orders_gradients_and_uses() -> None:
     assert not net[0].weight._post_accumulate_grad_hooks
 
 
+class Head(nn.Module):
+    """Uses the weight of a layer that it does not call."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.inner.weight
+
+
+def test_a_parameter_of_a_module_that_is_not_called_is_used_when_the_module_around_begins() -> None:
+    net = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), Head())
+    net[2].inner.bias.requires_grad_(False)
+    timer = lf_comm.BackwardTimer(net)
+    with timer.step():
+        net(torch.ones(2, 8)).sum().backward()
+    uses = {g.name: g.use_s for g in timer.profile().gradients}
+    assert uses["0.weight"] < uses["1.weight"] < uses["2.inner.weight"]
+
+
 def test_what_cannot_be_timed_is_refused() -> None:
     with pytest.raises(lf_comm.ScheduleError, match="no parameter"):
         lf_comm.BackwardTimer(nn.ReLU())

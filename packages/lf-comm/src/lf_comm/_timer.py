@@ -16,6 +16,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -53,8 +54,15 @@ class _Step:
     forward_end: Mark | None = None
     ended: Mark | None = None
     used: dict[str, Mark] = field(default_factory=dict)
+    about: dict[str, Mark] = field(
+        default_factory=dict
+    )  # of what is used without its own module's being called
     ready: dict[str, Mark] = field(default_factory=dict)
     nbytes: dict[str, int] = field(default_factory=dict)
+
+    def use_s(self, name: str) -> float:
+        """Of a parameter; 0.0, the earliest there is, when no module that holds it began."""
+        return _seconds(self.began, self.used.get(name, self.about.get(name, self.began)))
 
 
 class BackwardTimer:
@@ -82,10 +90,11 @@ class BackwardTimer:
         names = {id(p): n for n, p in self._named.items()}
         with ExitStack() as hooks:
             for module in self._module.modules():
-                own = [names[id(p)] for p in module.parameters(recurse=False) if id(p) in names]
-                if own:
-                    handle = module.register_forward_pre_hook(lambda m, a, own=own: self._use(found, own))
-                    hooks.callback(handle.remove)
+                own = {names[id(p)] for p in module.parameters(recurse=False) if id(p) in names}
+                within = [names[id(p)] for p in module.parameters() if id(p) in names]
+                if within:
+                    begin = partial(self._use, found, own, within)
+                    hooks.callback(module.register_forward_pre_hook(begin).remove)
             hooks.callback(self._module.register_forward_hook(lambda m, a, o: self._forward(found)).remove)
             for name, parameter in self._named.items():
                 arrived = parameter.register_post_accumulate_grad_hook(
@@ -130,7 +139,7 @@ class BackwardTimer:
                 name,
                 next((s.nbytes[name] for s in steps if name in s.nbytes), parameter.nbytes),
                 times[name],
-                min((_seconds(s.began, s.used[name]) for s in steps if name in s.used), default=0.0),
+                min(step.use_s(name) for step in steps),
                 f"{parameter.dtype} {parameter.device}",
                 id(parameter) in self._sparse,
             )
@@ -150,10 +159,12 @@ class BackwardTimer:
         event.record()
         return event
 
-    def _use(self, found: _Step, names: Sequence[str]) -> None:
-        for name in names:
+    def _use(self, found: _Step, own: set[str], within: Sequence[str], *_: object) -> None:
+        """A module begins: its own parameters are used; those within may be, and a later, inner module knows better."""
+        mark = self._mark()
+        for name in within:
             if name not in found.used:
-                found.used[name] = self._mark()
+                (found.used if name in own else found.about)[name] = mark
 
     def _forward(self, found: _Step) -> None:
         found.forward_end = self._mark()
