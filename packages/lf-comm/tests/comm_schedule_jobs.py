@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from comm_jobs import bits
 from torch import nn
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import lf_comm
@@ -194,3 +195,30 @@ def exposed(rank: int) -> dict[str, Any]:
         "gradient": net.layers[0].weight.grad is held,
         "said": said,
     }
+
+
+def accumulated(rank: int) -> dict[str, Any]:
+    """A step in micro-batches beside the same in one; how often DDP summed."""
+    torch.manual_seed(0)
+    x = torch.randn(7, 16, generator=torch.Generator().manual_seed(rank))
+    whole, parts = nn.Linear(16, 8), nn.Linear(16, 8)
+    parts.load_state_dict(whole.state_dict())
+    at_once = DistributedDataParallel(whole)
+    at_once(x).square().mean().backward()
+    ddp, sums = DistributedDataParallel(parts), []
+
+    def counted(state: None, bucket):  # type: ignore[no-untyped-def]
+        sums.append(bucket.index())
+        return default_hooks.allreduce_hook(None, bucket)
+
+    ddp.register_comm_hook(None, counted)
+    for part in lf_comm.accumulate(ddp, 7, 3):
+        (ddp(x[part.begin : part.end]).square().mean() * part.share).backward()
+    said = ""
+    try:
+        next(lf_comm.accumulate(DistributedDataParallel(nn.Linear(16, 8), static_graph=True), 7, 3))
+    except lf_comm.ScheduleError as error:
+        said = str(error)
+    pairs = zip(whole.parameters(), parts.parameters(), strict=True)
+    apart = max(float((a.grad - b.grad).abs().max()) for a, b in pairs)  # type: ignore[operator]
+    return {"apart": apart, "sums": len(sums), "said": said}

@@ -6,6 +6,7 @@ from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
 from lf_comm._residuals import ResidualError
 from lf_comm._shards import ShardError
 from lf_comm._timer import BackwardTimer, OrderChangedError, ScheduleError
+from lf_comm.accumulate import MicroBatch, accumulate, micro_batches
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerLost, PeerWatch
@@ -29,6 +30,7 @@ __all__ = [
     "LayoutError",
     "Load",
     "Measured",
+    "MicroBatch",
     "OrderChangedError",
     "PeerLost",
     "PeerWatch",
@@ -43,11 +45,13 @@ __all__ = [
     "SparseGradReducer",
     "SparseGradientReducer",
     "Wire",
+    "accumulate",
     "accurate_all_reduce",
     "all_reduce_rows",
     "make_plan",
     "measure_exposed",
     "measure_rates",
+    "micro_batches",
     "plan_buckets",
     "supported_levers",
 ]
