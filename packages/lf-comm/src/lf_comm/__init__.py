@@ -14,6 +14,7 @@ from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
 from lf_comm.topk import BlockDecision, SparseGradientReducer
+from lf_comm.topo import TopologyAwareRingBuilder
 
 __version__ = "0.1.0"
 
@@ -44,6 +45,7 @@ __all__ = [
     "ShardError",
     "SparseGradReducer",
     "SparseGradientReducer",
+    "TopologyAwareRingBuilder",
     "Wire",
     "accumulate",
     "accurate_all_reduce",
