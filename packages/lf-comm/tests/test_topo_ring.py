@@ -150,6 +150,8 @@ def test_what_is_slower_than_its_links_is_warned_of() -> None:
     assert warnings(topology, measured=0.6 * fair) == ()
     (slow,) = warnings(topology, measured=0.1 * fair)
     assert "fall-back to TCP" in slow
+    processes = node("test", [Device("a", "cpu"), Device("b", "cpu")], [Link.of("a", "b", "PCI", 1e12)])
+    assert warnings(Topology.of([processes]), measured=1e3) == ()  # nothing is known of what connects them
 
 
 def test_hosts_that_cannot_reach_each_other_are_refused() -> None:

@@ -13,6 +13,7 @@ from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
+from lf_comm.start import BackendMissingError, Feature, LoongJob, init_loong_dist
 from lf_comm.topk import BlockDecision, SparseGradientReducer
 from lf_comm.topo import TopologyAwareRingBuilder
 
@@ -20,16 +21,19 @@ __version__ = "0.1.0"
 
 __all__ = [
     "AccurateReducer",
+    "BackendMissingError",
     "BackwardTimer",
     "BlockDecision",
     "BucketPlan",
     "Decision",
     "DisagreementError",
     "Exposed",
+    "Feature",
     "Gradient",
     "Item",
     "LayoutError",
     "Load",
+    "LoongJob",
     "Measured",
     "MicroBatch",
     "OrderChangedError",
@@ -50,6 +54,7 @@ __all__ = [
     "accumulate",
     "accurate_all_reduce",
     "all_reduce_rows",
+    "init_loong_dist",
     "make_plan",
     "measure_exposed",
     "measure_rates",

@@ -162,11 +162,13 @@ def warnings(
     """What makes, or lets expect, less than the links can.
 
     measured: bytes a rank sends per second in an all-reduce of `nbytes`; of rates by ``measure_rates``, it is
-    ``1 / rates.all_reduce``. A warning when it is below half of what the model gives for the order of ranks.
+    ``1 / rates.all_reduce``. A warning when it is below half of what the model gives for the order of ranks; none for
+    processes on CPUs, of whose links nothing is known.
     """
     found = []
     by_name = {each.name: each for each in settings}
     hosts = {host for host, _ in topology.ranks}
+    kinds = {link.kind for host in hosts for link in topology.nodes[host].links}
     verbs = sorted({nic for host in hosts for nic in topology.nodes[host].nics if _VERBS.match(nic)})
     gpu = any(topology.device(rank).kind == "gpu" for rank in range(topology.size))
     tcp = [
@@ -177,11 +179,11 @@ def warnings(
     if gpu and len(hosts) > 1 and verbs and tcp:
         said = f"{tcp[0].name}={tcp[0].value} ({tcp[0].origin})"
         found.append(f"{said} sends everything over TCP though {', '.join(verbs[:8])} speak verbs")
-    nvlink = any(link.kind == "NVL" for host in hosts for link in topology.nodes[host].links)
     closed = by_name.get("NCCL_P2P_DISABLE")
-    if nvlink and closed is not None and closed.value == "1":
+    if "NVL" in kinds and closed is not None and closed.value == "1":
         found.append(f"NCCL_P2P_DISABLE=1 ({closed.origin}) leaves the NVLinks unused")
-    if measured is not None and topology.size > 1:
+    known = gpu or not kinds.isdisjoint({"MEASURED", "HCCS"})
+    if measured is not None and topology.size > 1 and known:
         model = simulate(topology, range(topology.size), nbytes)
         if measured < _FAR_BELOW * model.bus_rate:
             found.append(
