@@ -82,5 +82,6 @@ def _padded(parameter: Tensor) -> int:
     """Elements of a shard as FSDP2 sends it: the sharded dimension rounded up to a multiple of the ranks."""
     tensor: Any = parameter
     ranks, whole = tensor.device_mesh.size(), tensor.shape[tensor.placements[0].dim]
-    share = -(-whole // ranks)
-    return share * (tensor.numel() // whole if whole else 0)
+    row: int = tensor.numel() // whole if whole else 0
+    share: int = -(-whole // ranks)
+    return share * row
