@@ -2,6 +2,7 @@
 
 from lf_comm._ask import DisagreementError
 from lf_comm._buckets import Gradient, Profile, Wire
+from lf_comm._cut import SizeTimes
 from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
 from lf_comm._residuals import ResidualError
 from lf_comm._shards import ShardError
@@ -10,6 +11,7 @@ from lf_comm.accumulate import MicroBatch, accumulate, micro_batches
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerLost, PeerWatch
+from lf_comm.hybrid import BucketReducer, HybridComm, HybridDecision, HybridReducer, hybrid_comm
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
@@ -25,11 +27,15 @@ __all__ = [
     "BackwardTimer",
     "BlockDecision",
     "BucketPlan",
+    "BucketReducer",
     "Decision",
     "DisagreementError",
     "Exposed",
     "Feature",
     "Gradient",
+    "HybridComm",
+    "HybridDecision",
+    "HybridReducer",
     "Item",
     "LayoutError",
     "Load",
@@ -47,6 +53,7 @@ __all__ = [
     "RowsWork",
     "ScheduleError",
     "ShardError",
+    "SizeTimes",
     "SparseGradReducer",
     "SparseGradientReducer",
     "TopologyAwareRingBuilder",
@@ -54,6 +61,7 @@ __all__ = [
     "accumulate",
     "accurate_all_reduce",
     "all_reduce_rows",
+    "hybrid_comm",
     "init_loong_dist",
     "make_plan",
     "measure_exposed",

@@ -83,9 +83,11 @@ class SparseGradReducer:
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket. On the CPU in a thread behind the backward pass, else in the current stream."""
-        buffer, gradients, names = bucket.buffer(), bucket.gradients(), self._named(bucket.parameters())
-        work = partial(self._average, buffer, gradients, names)
-        return self._behind.run(work, buffer.device, bucket.index())
+        return self._behind.run(self.work(bucket), bucket.buffer().device, bucket.index())
+
+    def work(self, bucket: Any) -> partial[Tensor]:
+        """What averages a bucket when it is called."""
+        return partial(self._average, bucket.buffer(), bucket.gradients(), self._named(bucket.parameters()))
 
     def _named(self, parameters: Iterable[Tensor]) -> list[str]:
         return [self._names.get(id(parameter), "") for parameter in parameters]

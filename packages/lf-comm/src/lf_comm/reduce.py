@@ -113,9 +113,11 @@ class AccurateReducer:
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket."""
-        buffer = bucket.buffer()
-        work = partial(_reduce, buffer, self._channel, "avg", self._wire, None)
-        return self._behind.run(work, buffer.device, bucket.index())
+        return self._behind.run(self.work(bucket), bucket.buffer().device, bucket.index())
+
+    def work(self, bucket: Any) -> partial[Tensor]:
+        """What averages a bucket when it is called."""
+        return partial(_reduce, bucket.buffer(), self._channel, "avg", self._wire, None)
 
     @property
     def summing(self) -> int | None:
