@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
 """Planned buckets beside DDP's defaults and a sweep of bucket_cap_mb, on Gloo ranks whose link is shaped to a rate.
 
-    bench_schedule.py --json OUT.json [--ranks 2] [--link-mbit 1000] [--models device,blocks,lm] [--rounds 2]
+    bench_schedule.py --json OUT.json [--ranks 2] [--link-mbit 1000] [--models device10,blocks]
 
 The ranks run in a network namespace of their own, as in bench_rows.py (root, iproute2). A step is forward and backward
 of one batch, from a barrier to the slowest rank's end; "no sums" is the same step without DDP, and exposed is what a
 row's median step takes longer. Each row gets --steps steps in each of --rounds rounds, behind two steps of a new DDP
 that are not counted; every second round runs the rows backwards. Planning, its trial included, is timed apart.
-"device" is a model whose layers take fixed times without a core; "blocks" and "lm" compute on the processor, which
-sums and neighbours need as well.
+"device10" is a model whose layers take 10 ms forward and 20 backward without a core, whatever neighbours do; "blocks"
+and "lm" compute on the processor, which sums and neighbours need as well.
 """
 
 from __future__ import annotations
@@ -55,18 +55,19 @@ class Waits(torch.autograd.Function):
 
 
 class Device(nn.Module):
-    """16 layers of 4 MiB that take 10 ms forward and 20 ms backward, as a device would beside an idle processor."""
+    """16 layers of 4 MiB that take fixed milliseconds forward and twice that backward, as on a device."""
 
     vocabulary, width = 0, 1024
 
-    def __init__(self) -> None:
+    def __init__(self, milliseconds: float) -> None:
         super().__init__()
+        self.seconds = milliseconds / 1e3
         self.layers = nn.ModuleList(nn.Linear(1024, 1024, bias=False) for _ in range(16))
 
     def forward(self, x: Tensor) -> Tensor:
         """The loss."""
         for layer in self.layers:
-            x = Waits.apply(layer(x[:1, :1]), 0.01)  # type: ignore[no-untyped-call]
+            x = Waits.apply(layer(x[:1, :1]), self.seconds)  # type: ignore[no-untyped-call]
         return x.square().mean()
 
 
@@ -117,7 +118,11 @@ def cell(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     """All rows of one model."""
     rank = dist.get_rank()
     torch.manual_seed(0)
-    model = Device() if kind == "device" else Blocks(384, options.depth, 8192 if kind == "lm" else 0)
+    model: Blocks | Device
+    if kind.startswith("device"):
+        model = Device(float(kind.removeprefix("device")))
+    else:
+        model = Blocks(384, options.depth, 8192 if kind == "lm" else 0)
     x = batch(model, rank, options.batch)
     began = time.perf_counter()
     plan = lf_comm.plan_buckets(model, lambda m: m(x).backward(), trial_steps=options.trial_steps)
@@ -213,7 +218,7 @@ def main() -> None:
     parser.add_argument("--json", required=True, type=Path)
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--link-mbit", type=int, default=1000, help="of each rank; 0 leaves it free")
-    parser.add_argument("--models", default="device,blocks,lm")
+    parser.add_argument("--models", default="device10,device20,blocks,lm")
     parser.add_argument("--depth", type=int, default=6)
     parser.add_argument("--batch", type=int, default=1, help="sequences of 128 on each rank")
     parser.add_argument("--sweep", default="1,5,10,50", help="MiB of bucket_cap_mb")

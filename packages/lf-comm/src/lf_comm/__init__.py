@@ -12,6 +12,7 @@ from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.hybrid import BucketReducer, HybridComm, HybridDecision, HybridReducer, hybrid_comm
+from lf_comm.peer import PeerError, PeerGoneError, PeerTensors, PeerWrittenError, share_module, share_tensors
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
 from lf_comm.rows import Decision, Item, LayoutError, RowReducer, RowsWork, all_reduce_rows
 from lf_comm.schedule import Exposed, measure_exposed, plan_buckets, supported_levers
@@ -43,8 +44,12 @@ __all__ = [
     "Measured",
     "MicroBatch",
     "OrderChangedError",
+    "PeerError",
+    "PeerGoneError",
     "PeerLost",
+    "PeerTensors",
     "PeerWatch",
+    "PeerWrittenError",
     "PlannedBucket",
     "Profile",
     "Rates",
@@ -68,5 +73,7 @@ __all__ = [
     "measure_rates",
     "micro_batches",
     "plan_buckets",
+    "share_module",
+    "share_tensors",
     "supported_levers",
 ]
