@@ -2,6 +2,7 @@
 
     python curves.py --json curves.json --budget-s 300
     python curves.py --tiny --steps 5 --seeds 2               # on a CPU
+    python curves.py --show one.json,two.json                 # the verdicts on the curves of several runs
 
 Every row trains from the same weights on the same cycle of batches, fed into fixed addresses, with dropout from the
 same seed. Eager's own spread is the largest distance between any two eager curves of a seed, which compute the same in
@@ -241,6 +242,22 @@ def document(curves: list[Curve], device: torch.device, args: argparse.Namespace
     }
 
 
+def shown(paths: Iterable[Path]) -> str:
+    """The verdicts on the curves of several runs.
+
+    Raises:
+        ValueError: two runs have the same curve, and its losses differ in a bit: then they cannot be mixed.
+    """
+    known: dict[tuple[str, str, str, int], Curve] = {}
+    for path in paths:
+        for fields in json.loads(path.read_text())["curves"]:
+            c = Curve(**fields | {"losses": tuple(fields["losses"])})
+            key = (c.workload, c.row, c.source, c.seed)
+            if known.setdefault(key, c).losses != c.losses:
+                raise ValueError(f"{path}: {key} has other losses than an earlier run")
+    return table(verdicts(known.values()))
+
+
 def run(args: argparse.Namespace, device: torch.device) -> list[Curve]:
     """All curves, seed by seed, until the budget ends; written after each."""
     started, modules = time.perf_counter(), args.rows.split(",")
@@ -272,12 +289,16 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument("--budget-s", type=float, default=float("inf"), help="start no curve after this")
     p.add_argument("--tiny", action="store_true")
     p.add_argument("--json", type=Path)
+    p.add_argument("--show", default="", help="JSON files a,b,...: print their verdicts, and train nothing")
     return p.parse_args(argv)
 
 
 def main(argv: list[str] | None = None) -> None:
     """Train, compare, print."""
     args = arguments(argv)
+    if args.show:
+        print(shown(map(Path, args.show.split(","))))
+        return
     if not (torch.cuda.is_available() or args.tiny):
         print("curves needs a CUDA GPU; --tiny runs what a CPU can")
         return

@@ -54,7 +54,7 @@ CALLS: dict[str, tuple[Command, ...]] = {
     "n16": (step("n16", "n16", 260, "ours,stock", "--match", "n16|16"),),
     "experts": (step("moe", "moe", 420, "ours,fused,stock"),),
     "rest": (
-        Command("curves.py", (*UNCOMPILED, "--budget-s", "170"), "curves", 180),
+        Command("curves.py", (*UNCOMPILED, "--budget-s", "290"), "curves", 300),
         Command("sweep.py", (*UNCOMPILED, "--budget-s", "130"), "sweep", 140),
         step("n16", "n16_4", 180, "ours,stock", "--match", "n16|4"),
     ),

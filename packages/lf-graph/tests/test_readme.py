@@ -31,7 +31,7 @@ def test_every_table_is_what_its_command_writes(
 
 
 def test_a_table_without_its_command_holds_no_number(bench: Any) -> None:
-    for name in ("", "hf", "fused"):
+    for name in ("", "hf", "fused", "memory"):
         begin, end = bench.report.marks(name)
         body = TEXT.split(begin)[1].split(end)[0]
         commands = [c for c in COMMANDS if (f"--mark {name}" in c if name else "--mark" not in c)]
@@ -57,18 +57,29 @@ def test_the_pieces_are_those_of_the_committed_run(bench: Any) -> None:
 
 def test_the_sweep_is_that_of_the_committed_run(bench: Any) -> None:
     sweep = importlib.import_module("sweep")
-    rows = json.loads((BENCHMARKS / "results/sweep_h200_2026-11-30.json").read_text())["rows"]
+    rows = json.loads((BENCHMARKS / "results/sweep_h200_2026-12-01.json").read_text())["rows"]
 
     assert sweep.table(rows) in TEXT
 
 
 def test_times_beside_the_tables_are_those_of_the_committed_run() -> None:
-    (command, shown) = re.findall(r"median of 3 processes \(`report\.py (\S+)`\) \| (.*) \|\n", TEXT)[0]
-    rows = json.loads((BENCHMARKS / command).read_text())["rows"]
-    by_row = {r["row"]: r["step_ms"] for r in rows if r["batch"] == 16 and r["status"] == "ok"}
+    found = re.findall(r"batch (\d+), eager, median of 3 processes \(`report\.py (\S+)`\) \| (.*) \|\n", TEXT)
+    assert [batch for batch, _, _ in found] == ["16", "4"]
+    for batch, command, shown in found:
+        rows = json.loads((BENCHMARKS / command).read_text())["rows"]
+        by_row = {r["row"]: r["step_ms"] for r in rows if r["batch"] == int(batch) and r["status"] == "ok"}
 
-    eager, fused = by_row["eager"], by_row["eager fused"]
-    assert shown == f"{eager:.2f} ms; with fused AdamW and frozen weights in bf16 {fused:.2f} ms"
+        eager, fused = by_row["eager"], by_row["eager fused"]
+        assert shown == f"{eager:.2f} ms; with fused AdamW and frozen weights in bf16 {fused:.2f} ms"
+
+
+def test_the_curves_are_those_of_the_committed_runs(bench: Any) -> None:
+    (files,) = re.findall(r"curves\.py --show (\S+)\n", TEXT)
+
+    shown = bench.curves.shown(BENCHMARKS / name for name in files.split(","))
+
+    assert shown in TEXT
+    assert "| no |" not in shown
 
 
 def test_every_named_file_is_there() -> None:
@@ -88,7 +99,7 @@ def test_every_public_error_has_its_row() -> None:
 
 def test_every_export_that_a_user_calls_is_mentioned() -> None:
     results = {"BucketStats", "BucketsStats", "Captured", "Finding", "GraphStats", "HostRouting", "MoEOutput"}
-    results |= {"ParameterUse", "Partition", "Report", "Spec", "StepResult"}  # what calls give back
+    results |= {"Edge", "ParameterUse", "Partition", "Report", "Spec", "StepResult"}  # what calls give back
     missing = [n for n in lf_graph.__all__ if n not in TEXT and n not in results]
     assert missing == []
 

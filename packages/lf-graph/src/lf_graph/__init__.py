@@ -11,6 +11,7 @@ from lf_graph._buckets import Buckets
 from lf_graph._capture import Captured, capture
 from lf_graph._chain import Chain
 from lf_graph._check import check
+from lf_graph._edges import Edge
 from lf_graph._elements import Eager
 from lf_graph._errors import (
     AddressError,
@@ -56,6 +57,7 @@ __all__ = [
     "ClosedError",
     "DynamicMaskBuffer",
     "Eager",
+    "Edge",
     "Finding",
     "Full",
     "GraphCaptureError",

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from lf_graph._backend import backend_for
+from lf_graph._edges import Edge, edges_of, places_of
 from lf_graph._elements import (
     Eager,
     Element,
@@ -18,6 +19,7 @@ from lf_graph._elements import (
     call_eager,
     require_elements,
     require_given,
+    require_like,
     require_names,
     resolve,
     run_eager,
@@ -32,7 +34,7 @@ from lf_graph._pool import GraphPool
 from lf_graph._registry import NotCopied, forget, register
 from lf_graph._sandbox import aliases, buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
-from lf_graph._static import StaticInputs, copy_into, spec_of
+from lf_graph._static import StaticInputs, copy_into
 from lf_graph._stats import GraphStats
 
 
@@ -285,7 +287,7 @@ class Chain(NotCopied):
         # the chain's own inputs are there already; a second copy would look like a change to what eager code saved
         new = [i for i, n in enumerate(stage.inputs) if n not in self.inputs]
         for i in new:
-            _require_like(stage.fixed[i], tensors[i], f"{self.name}: {stage.inputs[i]}")
+            require_like(stage.fixed[i], tensors[i], f"{self.name}: {stage.inputs[i]}")
         self._copies += copy_into([stage.fixed[i] for i in new], [tensors[i] for i in new])
         segment.replay_forward()
         self._replays += len(segment.captured)
@@ -334,6 +336,11 @@ class Chain(NotCopied):
 
     # -- the rest -----------------------------------------------------------------------------------------------
 
+    def edges(self) -> tuple[Edge, ...]:
+        """The values between elements, and how long each is needed; ClosedError before a capture."""
+        static = dict(zip(self.inputs, self._require_open().tensors, strict=True))
+        return edges_of(self.elements, self.inputs, self.outputs, places_of(self._stages, static))
+
     def stats(self) -> GraphStats:
         """Counts and bytes so far."""
         graphs = [g for s in self._stages if s.segment is not None for g in s.segment.graphs()]
@@ -370,13 +377,6 @@ class Chain(NotCopied):
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def _require_like(place: Tensor, value: Tensor, name: str) -> None:
-    """Refuse what an eager element gave in another shape or dtype: a copy would spread or convert it in silence."""
-    if place.shape != value.shape or place.dtype != value.dtype:
-        fix = "let the eager element give the same shape and dtype at every call"
-        raise SignatureError(name, [f"{spec_of(place)} -> {spec_of(value)}"], fix)
 
 
 def _require_untouched(names: Sequence[str], versions: Sequence[int], tensors: Sequence[Tensor]) -> None:

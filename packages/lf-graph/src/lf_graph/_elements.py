@@ -9,8 +9,9 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lf_graph._errors import ClosedError, GraphError
+from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._segment import Piece, Segment
+from lf_graph._static import spec_of
 
 
 @dataclass(frozen=True)
@@ -155,3 +156,10 @@ def run_eager(element: Eager, values: dict[str, Tensor]) -> dict[str, Tensor]:
 def _place(output: Tensor, wants_gradient: bool) -> Tensor:
     place = output.detach().clone()
     return place.requires_grad_(output.requires_grad or (wants_gradient and output.is_floating_point()))
+
+
+def require_like(place: Tensor, value: Tensor, name: str) -> None:
+    """Refuse what an eager element gave in another shape or dtype: a copy would spread or convert it in silence."""
+    if place.shape != value.shape or place.dtype != value.dtype:
+        fix = "let the eager element give the same shape and dtype at every call"
+        raise SignatureError(name, [f"{spec_of(place)} -> {spec_of(value)}"], fix)
