@@ -3,6 +3,7 @@
 
     bench_device.py --json OUT.json [--tiny] [--batch 8] [--length 2048] [--steps 8] [--repeat 3] [--dir DIR]
                     [--no-peers]
+    bench_device.py --show A.json B.json
 
 Rows: training stopped by a save, what an overlapped save adds to its step, also to a short step of 1 x 512 tokens, the
 steps during the background write, the first save and the page-locking apart, torch.save and DCP, restores. The model
@@ -51,7 +52,7 @@ class Rows(dict[str, Any]):
 
     def __setitem__(self, key: str, value: Any) -> None:
         super().__setitem__(key, value)
-        shown = ", ".join(map(_shown, value)) if isinstance(value, list) else _shown(value)
+        shown = _cell(value)
         print(f"{time.perf_counter() - self._began:6.1f} s  {key}: {shown}", flush=True)
         self._path.write_text(json.dumps(self, indent=1))
 
@@ -245,12 +246,29 @@ def bars(rows: Rows) -> list[dict[str, Any]]:
     return [{"bar": n, "value": v, "limit": limit, "holds": v <= limit} for n, v, limit in found]
 
 
+def table(documents: list[dict[str, Any]]) -> str:
+    """Seconds of several runs side by side, as Markdown; a row that a run did not come to is left blank."""
+    facts = ("version", "tiny", "complete", "bars", "skipped")
+    names = [n for n in dict.fromkeys(n for d in documents for n in d) if n not in facts]
+    lines = ["| |" + " |" * len(documents), "|---" * (len(documents) + 1) + "|"]
+    for name in names:
+        lines.append(f"| {name} | " + " | ".join(_cell(d.get(name, "")) for d in documents) + " |")
+    return "\n".join(lines)
+
+
+def _cell(value: object) -> str:
+    return ", ".join(map(_shown, value)) if isinstance(value, list) else _shown(value)
+
+
 def main() -> None:
     """Run, print, write the JSON."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--json", required=True, type=Path)
+    parser.add_argument("--json", type=Path)
+    parser.add_argument(
+        "--show", nargs="+", type=Path, help="print the table of these results, measure nothing"
+    )
     parser.add_argument("--tiny", action="store_true", help="a small model, to see that everything runs")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--length", type=int, default=2048)
@@ -259,6 +277,11 @@ def main() -> None:
     parser.add_argument("--dir", type=Path)
     parser.add_argument("--no-peers", action="store_true")
     arguments = parser.parse_args()
+    if arguments.show:
+        print(table([json.loads(path.read_text()) for path in arguments.show]))
+        return
+    if arguments.json is None:
+        parser.error("--json is needed")
     if not arguments.tiny and not torch.cuda.is_available():
         print("SKIPPED: no CUDA device; --tiny runs everything on the host, to no measure")
         arguments.json.write_text(json.dumps({"version": 1, "skipped": "no CUDA device"}))
