@@ -224,7 +224,7 @@ def main() -> None:
     parser.add_argument("--sweep", default="1,5,10,50", help="MiB of bucket_cap_mb")
     parser.add_argument("--rounds", type=int, default=2)
     parser.add_argument("--steps", type=int, default=4, help="of each row in each round")
-    parser.add_argument("--trial-steps", type=int, default=4)
+    parser.add_argument("--trial-steps", type=int, default=3)
     options = parser.parse_args()
     if INSIDE not in os.environ:
         options.json.resolve().parent.mkdir(parents=True, exist_ok=True)

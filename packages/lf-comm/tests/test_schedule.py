@@ -65,8 +65,8 @@ def test_one_rank_keeps_the_defaults(ranks: Ranks) -> None:
 
 
 def test_after_a_trial_all_ranks_have_the_plan_that_was_measured(ranks: Ranks) -> None:
-    for options in ({}, {"static_graph": True}, {"gradient_as_bucket_view": True}):
-        answers = ranks.call(jobs.planned, 3, what="", options=options, trial_steps=1)
+    for options in ({}, {"static_graph": True, "gradient_as_bucket_view": True}):
+        answers = ranks.call(jobs.planned, 2, what="", options=options, trial_steps=1)
         assert len({answer["json"] for answer in answers}) == 1
         plan = lf_comm.BucketPlan.from_json(answers[0]["json"])
         assert plan.measured is not None
@@ -155,14 +155,20 @@ def test_defaults_stay_where_nothing_is_gained() -> None:
 
 def test_a_plan_that_was_not_faster_by_more_than_noise_is_dropped() -> None:
     wire = lf_comm.Wire(1e-4, 5e-9)
-    plan, default = lf_comm.make_plan(profile(), wire), lf_comm.make_plan(profile(), wire, levers=())
-    steady = [0.1] * 4
-    assert decide(plan, default, lf_comm.Measured.of(steady, [0.2] * 4, [0.15] * 4)).lever == plan.lever
-    dropped = decide(plan, default, lf_comm.Measured.of(steady, [0.2] * 4, [0.1995] * 4))
+    plan, no_plan = lf_comm.make_plan(profile(), wire), lf_comm.make_plan(profile(), wire, levers=())
+    steady, before = [0.1] * 4, [[0.2, 0.2]] * 4
+
+    def decided(planned: list[list[float]], default: list[list[float]] = before) -> lf_comm.BucketPlan:
+        return decide(plan, no_plan, lf_comm.Measured.of(steady, default, planned))
+
+    assert decided([[0.15, 0.15]] * 4).lever == plan.lever
+    dropped = decided([[0.1995, 0.1995]] * 4)
     assert dropped.lever == "default"
     assert "noise" in dropped.reason
-    noisy = lf_comm.Measured.of(steady, [0.1, 0.2, 0.3, 0.4], [0.1, 0.18, 0.3, 0.38])
-    assert decide(plan, default, noisy).lever == "default"
+    # faster and slower by turns
+    assert decided([[0.1], [0.25], [0.1], [0.25]], [[0.2]] * 4).lever == "default"
+    # a drift of the machine, which moves both
+    assert decided([[0.15], [0.35], [0.55], [0.75]], [[0.2], [0.4], [0.6], [0.8]]).lever == plan.lever
 
 
 def test_the_timer_orders_gradients_and_uses() -> None:

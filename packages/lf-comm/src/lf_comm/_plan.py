@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -42,8 +41,8 @@ class PlannedBucket:
 
 @dataclass(frozen=True)
 class Measured:
-    """Median seconds of steps on the slowest rank: without sums, with DDP's defaults, with the planned buckets.
-    noise_s: what medians of such steps differ by without a reason."""
+    """Seconds of steps on the slowest rank, medians: without sums, with DDP's defaults, and those less the gain of the
+    planned buckets. noise_s: what gains differ by without a reason."""
 
     compute_s: float
     default_s: float
@@ -51,13 +50,20 @@ class Measured:
     noise_s: float
 
     @classmethod
-    def of(cls, compute: Sequence[float], default: Sequence[float], planned: Sequence[float]) -> Measured:
-        """From seconds of steps, two or more of each."""
-        noise = math.hypot(
-            *((_quartiles(s)[1] - _quartiles(s)[0]) / math.sqrt(len(s)) for s in (default, planned))
+    def of(
+        cls, compute: Sequence[float], default: Sequence[Sequence[float]], planned: Sequence[Sequence[float]]
+    ) -> Measured:
+        """From seconds of steps; default and planned by round, rounds of one number measured next to each other.
+
+        What neighbours do changes from round to round, so it is rounds that are compared: the noise is how far the
+        gains of rounds lie apart, and at least 1 % of a step.
+        """
+        gains = [statistics.median(d) - statistics.median(p) for d, p in zip(default, planned, strict=True)]
+        before = statistics.median(second for one in default for second in one)
+        spread = (max(gains) - min(gains)) / 2
+        return cls(
+            statistics.median(compute), before, before - statistics.median(gains), max(spread, _GAIN * before)
         )
-        middle = statistics.median(default)
-        return cls(statistics.median(compute), middle, statistics.median(planned), max(noise, _GAIN * middle))
 
 
 @dataclass(frozen=True)
@@ -182,11 +188,6 @@ def decide(plan: BucketPlan, default: BucketPlan, measured: Measured) -> BucketP
         return replace(plan, measured=measured, reason=f"{plan.reason}; {said}")
     reason = f"planned buckets gained no more than noise ({1e3 * measured.noise_s:.1f} ms): {said}"
     return replace(default, measured=measured, reason=reason)
-
-
-def _quartiles(seconds: Sequence[float]) -> tuple[float, float]:
-    lower, _, upper = statistics.quantiles(seconds, n=4, method="inclusive")
-    return lower, upper
 
 
 def _no_gain(tried: Sequence[object], plain: float, least: float) -> str:

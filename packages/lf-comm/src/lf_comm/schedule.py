@@ -35,6 +35,7 @@ from lf_comm._timer import BackwardTimer, OrderChangedError, ScheduleError
 from lf_comm.cost import Rates, measure_rates
 
 _LEVERS = ("bucket_cap_mb_list", "bucket_cap_mb")
+_TRIALS = 2  # times two rounds with the defaults and two as planned
 _WARM = 2  # steps of a new DDP that are not timed: it makes its buckets anew after the first
 
 Run = Callable[[nn.Module], object]
@@ -67,14 +68,15 @@ def plan_buckets(
     ddp_options: Mapping[str, Any] | None = None,
     rates: Rates | None = None,
     steps: int = 5,
-    trial_steps: int = 6,
+    trial_steps: int = 3,
 ) -> BucketPlan:
     """Time `run` on the plain module, plan its buckets, and try them beside DDP's defaults. All ranks call it.
 
     module: as DDP will get it, not wrapped yet. run: forward and backward of one batch through the module it is given;
     no optimizer. ddp_options: of the DDP to come (find_unused_parameters, static_graph...), which trials use too.
     rates: of the group; None: measured, about a second. steps: that are timed, behind one that is not.
-    trial_steps: of each of two rounds with the plan and with the defaults; 0: no trial, the prediction decides.
+    trial_steps: timed in each of four rounds as planned and four with the defaults, in turns, each behind two that are
+        not; 0: no trial, the prediction decides.
 
     Gradients, buffers and torch's random state are afterwards what they were; with a trial, parameters are those of
     rank 0, as DDP makes them anyway. Raises OrderChangedError, on all ranks, when gradients do not come in one order on
@@ -201,22 +203,22 @@ def _trial(
     device: torch.device,
     steps: int,
 ) -> Measured:
-    """Median steps without sums, with defaults and as planned; each twice, in an order that a drift does not favour."""
-    seconds: dict[str, list[float]] = {"compute": [], "default": [], "planned": []}
-    for kind in ("default", "planned", "planned", "default"):
-        for _ in range(steps):
-            _clear(module)
-            seconds["compute"].append(_step(run, module, channel, device, nullcontext()))
+    """Steps without sums, with defaults and as planned, in rounds whose order a drift does not favour."""
+    compute: list[float] = []
+    seconds: dict[str, list[list[float]]] = {"default": [], "planned": []}
+    for kind in ("default", "planned", "planned", "default") * _TRIALS:
+        _clear(module)
+        compute.append(_step(run, module, channel, device, nullcontext()))
         caps = plan.ddp_options() if kind == "planned" else {}
         ddp = DistributedDataParallel(module, process_group=channel.group, **options, **caps)
-        for number in range(_WARM + steps):
+        took = []
+        for _ in range(_WARM + steps):
             _clear(module)
-            took = _step(run, ddp, channel, device, nullcontext())
-            if number >= _WARM:
-                seconds[kind].append(took)
+            took.append(_step(run, ddp, channel, device, nullcontext()))
+        seconds[kind].append(_slowest(took[_WARM:], channel, device))
         del ddp
         gc.collect()  # its reducer takes its hooks off the parameters when it goes
-    return Measured.of(*(_slowest(s, channel, device) for s in seconds.values()))
+    return Measured.of(_slowest(compute, channel, device), seconds["default"], seconds["planned"])
 
 
 def _step(
