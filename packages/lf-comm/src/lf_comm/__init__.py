@@ -11,6 +11,7 @@ from lf_comm.accumulate import MicroBatch, accumulate, micro_batches
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerLost, PeerWatch
+from lf_comm.flat import BufferReducer
 from lf_comm.hybrid import BucketReducer, HybridComm, HybridDecision, HybridReducer, hybrid_comm
 from lf_comm.peer import PeerError, PeerGoneError, PeerTensors, PeerWrittenError, share_module, share_tensors
 from lf_comm.reduce import AccurateReducer, accurate_all_reduce
@@ -29,6 +30,7 @@ __all__ = [
     "BlockDecision",
     "BucketPlan",
     "BucketReducer",
+    "BufferReducer",
     "Decision",
     "DisagreementError",
     "Exposed",

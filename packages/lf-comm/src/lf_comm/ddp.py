@@ -100,7 +100,7 @@ class SparseGradReducer:
         looked = [(name, g) for name, g in zip(names, gradients, strict=True) if self._looks(name, g)]
         sums = self._rows.prepare([Item(g, name) for name, g in looked])
         alone = [one for one in sums if one.path != "dense"]
-        for span in _rest(buffer, [one.item.tensor for one in alone]):
+        for span in rest_of(buffer, [one.item.tensor for one in alone]):
             span.div_(self._rows.channel.size)
             if self._rows.channel.size > 1:
                 self._rows.channel.all_reduce(span)
@@ -122,7 +122,7 @@ def hook(state: SparseGradReducer, bucket):  # type: ignore[no-untyped-def]  # D
     return state.reduce(bucket)
 
 
-def _rest(buffer: Tensor, taken: list[Tensor]) -> list[Tensor]:
+def rest_of(buffer: Tensor, taken: list[Tensor]) -> list[Tensor]:
     """What of a flat buffer lies outside of some contiguous views of it."""
     start = int(buffer.storage_offset())
     cuts = sorted((int(t.storage_offset()) - start, t.numel()) for t in taken)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -38,6 +38,7 @@ class StepState:
         self.optimize: Graph | None = None
         self.buffers: list[Tensor] = []
         self.views: list[Tensor] = []
+        self._bound = False  # whether what sums over ranks knows the gradients by name
         self.sink: Direct | Into | Applied | None = None
         stand_ins = update.stand_ins()
         # a loss may also read a parameter that it holds itself, which no swap reaches
@@ -114,6 +115,14 @@ class StepState:
             self.buffers.append(flat)
             views |= dict(zip(mine, cut, strict=True))
         self.views = [views[i] for i in range(len(dtypes))]
+
+    def sum_over_ranks(self, reduce: Callable[[list[Tensor], Tensor], None]) -> None:
+        """Call ``reduce`` on buffers and totals; at first tell it which gradient lies where, if it wants to know."""
+        bind = getattr(reduce, "bind", None)
+        if not self._bound and bind is not None:
+            bind(dict(zip(self.update.names, self.views, strict=True)))
+        self._bound = True
+        reduce(self.buffers, self.totals)
 
     def capture_update(self) -> None:
         """Capture the end of the step, once: gradients have their addresses now."""

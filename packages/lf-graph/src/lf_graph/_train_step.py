@@ -70,8 +70,8 @@ class TrainStep(NotCopied):
         max_graphs: most signatures held; the least recently used is closed.
         max_bytes: budget of graph memory in bytes.
         reduce: called with flat gradient buffers and the totals [loss sum, count] before every update, on the
-            stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`. When it raises,
-            the sums are incomplete, and the step can only be closed.
+            stream of the step; must sum both over ranks in place. See :class:`lf_graph.AllReduce`. Its ``bind``, if
+            any, gets the gradients by name first. When it raises, sums are incomplete: the step can only be closed.
         launch: sizes of the optimizer's kernels.
         name: for errors and statistics.
 
@@ -231,7 +231,7 @@ class TrainStep(NotCopied):
         if self._reduce is None:
             return
         with self._whole("the gradients of the last update were not summed on every rank"):
-            self._reduce(state.buffers, state.totals)
+            state.sum_over_ranks(self._reduce)
 
     @contextmanager
     def _whole(self, otherwise: str) -> Iterator[None]:
