@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import comm_abort_jobs
 import comm_jobs as jobs
 import comm_lost
 import pytest
@@ -58,6 +59,20 @@ def test_a_rank_that_is_gone_is_named_and_no_torn_gradient_is_left(
         )  # 5.0 s when quiet; what a loaded machine adds is its own
         assert "rank 1 is gone" in found["text"]
         assert (found["bucket"] is None) == (hook == "none")
+
+
+@pytest.mark.parametrize("raises", [True, False])
+def test_a_group_that_only_an_abort_ends_is_aborted_and_the_silent_rank_named(
+    ranks: Ranks, raises: bool
+) -> None:
+    found, _ = ranks.call(comm_abort_jobs.aborted, 2, raises=raises)
+
+    assert (found["rank"], found["step"], found["aborts"], found["gradients"]) == (1, 4, 1, 0)
+    assert "aborted" in found["cause"]
+
+
+def test_nothing_is_aborted_outside_of_a_step(ranks: Ranks) -> None:
+    assert ranks.call(comm_abort_jobs.outside, 2) == [0, 0]
 
 
 def test_errors_of_one_rank_alone_stay_what_they_are(ranks: Ranks) -> None:

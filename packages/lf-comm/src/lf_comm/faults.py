@@ -8,7 +8,8 @@ stopped.
         optimizer.step()                           # never reached with gradients of which some were summed
 
 Backends report a lost peer as a reset connection or a timeout, without a name. What they report, and when, is theirs
-(set the group's ``timeout``); this adds the name, and takes the gradients of the step away.
+(set the group's ``timeout``); this adds the name, and takes the gradients of the step away. NCCL's kernels wait on the
+device, where no timeout of the host ends them soon: its groups are aborted once a rank has been silent for long.
 """
 
 from __future__ import annotations
@@ -53,9 +54,13 @@ class PeerWatch:
         interval_s: float = 0.5,
         patience_s: float | None = None,
         store: Any = None,
+        abort: Iterable[dist.ProcessGroup] | None = None,
     ) -> None:
         """All ranks of `group` make one. interval_s: between beats; patience_s: a rank that has not beaten for so long
         is gone (None: 4 intervals). store: a torch.distributed.Store for the beats; None: that of the default group.
+
+        abort: groups whose ``abort()`` is called when a rank has not beaten for twice its patience, or the store is
+        gone, while this rank is in a :meth:`step`; None: all of NCCL's. (Gloo's ends nothing that waits.)
 
         A rank that computes holds the interpreter at most for one operator, so it beats on.
         """
@@ -77,6 +82,9 @@ class PeerWatch:
         self._beats = dict.fromkeys(self._ranks, "")
         self._seen = dict.fromkeys(self._ranks, began)
         self._store_lost = False
+        self._abort = None if abort is None else list(abort)
+        self._inside = False  # a step
+        self._aborted = False
         self._closed = threading.Event()
         self._store.set(self._key(self._rank), "0")
         self._thread = threading.Thread(target=self._run, name="lf-comm-watch", daemon=True)
@@ -109,9 +117,14 @@ class PeerWatch:
         """
         held = list(parameters.parameters() if isinstance(parameters, nn.Module) else parameters)
         began = time.monotonic()
+        self._inside = True
         try:
             yield
+            self._inside = False
+            if self._aborted:  # what an aborted collective leaves in its tensors is nothing, and says nothing
+                raise RuntimeError("a group was aborted while this step ran")
         except Exception as error:
+            self._inside = False
             for parameter in held:
                 parameter.grad = None
             # A wrong shape is no reason to wait whether somebody dies.
@@ -161,6 +174,7 @@ class PeerWatch:
                 with self._changed:
                     self._store_lost = True
                     self._changed.notify_all()
+                self._abort_groups()
                 return
             with self._changed:
                 now = time.monotonic()
@@ -168,8 +182,26 @@ class PeerWatch:
                     if self._beats[rank] != beat:
                         self._beats[rank], self._seen[rank] = beat, now
                 self._changed.notify_all()
+            if max(self.ages().values()) > 2 * self._patience:
+                self._abort_groups()
+
+    def _abort_groups(self) -> None:
+        """In a thread of its own: an abort can hang, and this rank's beats must not."""
+        if not self._inside or self._aborted:
+            return
+        groups = _nccl_groups() if self._abort is None else self._abort
+        if not groups:
+            return
+        self._aborted = True
+        for group in groups:
+            threading.Thread(target=group.abort, name="lf-comm-abort", daemon=True).start()
 
     def _read(self) -> dict[int, str]:
         """The beats that are there; a rank that has not made its watch yet has none."""
         keys = {rank: self._key(rank) for rank in self._ranks}
         return {r: self._store.get(k).decode() for r, k in keys.items() if self._store.check([k])}
+
+
+def _nccl_groups() -> list[dist.ProcessGroup]:
+    known: list[dist.ProcessGroup] = list(dist.distributed_c10d._world.pg_map)
+    return [group for group in known if "nccl" in dist.get_backend(group)]
