@@ -10,6 +10,7 @@ from lf_comm._timer import BackwardTimer, OrderChangedError, ScheduleError
 from lf_comm.accumulate import MicroBatch, accumulate, micro_batches
 from lf_comm.cost import Load, Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
+from lf_comm.elastic import TORCHRUN_ENVIRONMENT, Share, share_batch, throughput_kept, torchrun_arguments
 from lf_comm.faults import PeerLost, PeerWatch
 from lf_comm.flat import BufferReducer
 from lf_comm.hybrid import BucketReducer, HybridComm, HybridDecision, HybridReducer, hybrid_comm
@@ -24,6 +25,7 @@ from lf_comm.topo import TopologyAwareRingBuilder
 __version__ = "0.1.0"
 
 __all__ = [
+    "TORCHRUN_ENVIRONMENT",
     "AccurateReducer",
     "BackendMissingError",
     "BackwardTimer",
@@ -60,6 +62,7 @@ __all__ = [
     "RowsWork",
     "ScheduleError",
     "ShardError",
+    "Share",
     "SizeTimes",
     "SparseGradReducer",
     "SparseGradientReducer",
@@ -75,7 +78,10 @@ __all__ = [
     "measure_rates",
     "micro_batches",
     "plan_buckets",
+    "share_batch",
     "share_module",
     "share_tensors",
     "supported_levers",
+    "throughput_kept",
+    "torchrun_arguments",
 ]
