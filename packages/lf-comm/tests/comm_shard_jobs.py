@@ -5,14 +5,14 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from comm_jobs import bits
+from comm_jobs import SLOW_LINK, bits
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from lf_comm import SparseGradientReducer
+from lf_comm import AccurateReducer, SparseGradientReducer, SparseGradReducer
 
 
 class Layers(nn.Module):
@@ -76,6 +76,45 @@ def sharded(rank: int, threshold: float, steps: int = 3) -> dict[str, Any]:
         "paths": {n: d.path for n, d in reducer.report().items()},
         "residuals": {n: (tuple(r.shape), float(r.abs().max())) for n, r in state["residuals"].items()},
         "sent": reducer.bytes_sent,
+    }
+
+
+class Table(nn.Module):
+    """A table of which a batch touches few rows, beside a layer that is dense."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(4095, 64)
+        self.head = nn.Linear(64, 9)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.head(self.table(ids))
+        return out
+
+
+def by_way(rank: int, way: str) -> dict[str, Any]:
+    """Three steps of two replicas of two shards: (weights, paths)."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    net, group = Table(), mesh["replicate"].get_group()
+    fully_shard(net.table, mesh=mesh["shard"])
+    fully_shard(net, mesh=mesh["shard"])
+    rows = SparseGradReducer(net, group, rates=SLOW_LINK, min_bytes=1 << 16)
+    {
+        "dense": SparseGradientReducer(net, 1.0, group=group).apply,
+        "rows": rows.apply,
+        "accurate": AccurateReducer(group).apply,
+    }[way](net)
+    optimizer = torch.optim.SGD(net.parameters(), 0.5)
+    for step in range(3):
+        ids = torch.randint(0, 4095, (32,), generator=torch.Generator().manual_seed(100 * rank + step))
+        net(ids).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {
+        "weights": whole(net),
+        "paths": {n: d.path for n, d in rows.report().items()},
+        "sent": rows.bytes_sent,
     }
 
 

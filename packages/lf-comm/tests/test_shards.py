@@ -34,6 +34,21 @@ def ranks_dense(answer: dict[str, object]) -> int:
     return 4 * 4 * (49 * 61 + 49 * 97 + 17 * 97 + 49 * 2 + 17 + 3)
 
 
+def test_rows_of_shards_are_averaged_exactly_and_16_bits_nearly(ranks: Ranks) -> None:
+    dense, rows, near = (ranks.call(jobs.by_way, 4, way=way) for way in ("dense", "rows", "accurate"))
+    wanted = dense[0]["weights"]
+    for answer in rows:
+        assert {n: jobs.bits(w) for n, w in answer["weights"].items()} == {
+            n: jobs.bits(w) for n, w in wanted.items()
+        }
+        assert answer["paths"]["table.weight"] in ("gather", "union", "split")
+        assert 0 < answer["sent"] < 3 * 2048 * 64 * 4 / 10
+    for answer in near:
+        assert all(jobs.bits(w) == jobs.bits(near[0]["weights"][n]) for n, w in answer["weights"].items())
+        apart = max(float((answer["weights"][n] - w).abs().max()) for n, w in wanted.items())
+        assert 0 < apart < 1e-3
+
+
 def test_what_is_no_replica_is_refused(ranks: Ranks) -> None:
     for said in ranks.call(jobs.refused, 4):
         for words, text in zip(

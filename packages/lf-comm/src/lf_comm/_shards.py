@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+import math
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -16,10 +17,20 @@ class ShardError(ValueError):
     """A module that is not sharded by FSDP2 as it must be, or a group that is not that of its replicas."""
 
 
-def shards_of(
-    module: nn.Module, group: dist.ProcessGroup | None
-) -> list[tuple[FSDPModule, list[tuple[str, int]]]]:
-    """Each FSDP2 module in `module` that has parameters of its own: (it, [(name, elements of a shard, padded)]).
+class ShardView(NamedTuple):
+    """A parameter in the flat tensor. shape: of one rank's shard, rounded up to that of the largest."""
+
+    name: str
+    shape: tuple[int, ...]
+
+    @property
+    def elements(self) -> int:
+        """Elements."""
+        return math.prod(self.shape)
+
+
+def shards_of(module: nn.Module, group: dist.ProcessGroup | None) -> list[tuple[FSDPModule, list[ShardView]]]:
+    """Each FSDP2 module in `module` that has parameters of its own, with those in the order of its flat tensor.
 
     FSDP2 is told to hand over parameters without a gradient as zeros, so that the tensor is the same on every rank.
     Raises ShardError unless each is sharded over one dimension of a mesh, and `group` meets that in this rank alone.
@@ -39,10 +50,21 @@ def shards_of(
             _check(name, parameter, group)
         if hasattr(part, "set_reduce_scatter_unused_params"):  # torch 2.13; before, such a step is refused
             part.set_reduce_scatter_unused_params(True)
-        found.append((part, [(name, _padded(parameter)) for name, parameter in owned]))
+        found.append((part, [ShardView(name, _padded(parameter)) for name, parameter in owned]))
     if not found:
         raise ShardError("no part of the module was given to torch.distributed.fsdp.fully_shard")
     return found
+
+
+def cut_shards(views: Sequence[ShardView], flat: Tensor) -> list[Tensor]:
+    """Views of the flat tensor in the shapes of its shards. ShardError when it has other elements than they."""
+    if sum(view.elements for view in views) != flat.numel():
+        raise ShardError(
+            f"{views[0].name}: {flat.numel()} elements for shards of {sum(view.elements for view in views)}; every "
+            "parameter must have a gradient (torch 2.13 fills in those without)"
+        )
+    spans = flat.split([view.elements for view in views])
+    return [span.view(view.shape) for view, span in zip(views, spans, strict=True)]
 
 
 def _owned(module: nn.Module, prefix: str) -> Iterator[tuple[str, Tensor]]:
@@ -78,10 +100,9 @@ def _check(name: str, parameter: Tensor, group: dist.ProcessGroup | None) -> Non
         )
 
 
-def _padded(parameter: Tensor) -> int:
-    """Elements of a shard as FSDP2 sends it: the sharded dimension rounded up to a multiple of the ranks."""
+def _padded(parameter: Tensor) -> tuple[int, ...]:
+    """Shape of a shard as FSDP2 sends it: the sharded dimension rounded up to a multiple of the ranks."""
     tensor: Any = parameter
-    ranks, whole = tensor.device_mesh.size(), tensor.shape[tensor.placements[0].dim]
-    row: int = tensor.numel() // whole if whole else 0
-    share: int = -(-whole // ranks)
-    return share * row
+    shape, dim = list(tensor.shape), tensor.placements[0].dim
+    shape[dim] = -(-shape[dim] // tensor.device_mesh.size())
+    return tuple(shape)

@@ -10,7 +10,7 @@ reached. What is dense in a bucket stays one all-reduce.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
+from lf_comm._shards import ShardView, cut_shards, shards_of
 from lf_comm._worker import Behind, own_group
 from lf_comm.cost import Rates
 from lf_comm.rows import MIN_BYTES, Decision, Item, RowReducer
@@ -67,6 +68,15 @@ class SparseGradReducer:
         ddp.register_comm_hook(reducer, hook)
         return reducer
 
+    def apply(self, fsdp: nn.Module) -> None:
+        """Average the gradients of FSDP2 shards over this reducer's group: the replicas of each shard; all ranks.
+
+        fsdp: the module of the constructor, as :meth:`lf_comm.SparseGradientReducer.apply` wants it. Rows are those of
+        a shard. Raises ShardError for other modules, meshes and groups.
+        """
+        for part, views in shards_of(fsdp, self._rows.channel.group):
+            part.set_all_reduce_hook(partial(self._average_shards, views))
+
     @property
     def bytes_sent(self) -> int:
         """Payload that this rank has sent since the hook was made, questions included."""
@@ -88,6 +98,10 @@ class SparseGradReducer:
     def work(self, bucket: Any) -> partial[Tensor]:
         """What averages a bucket when it is called."""
         return partial(self._average, bucket.buffer(), bucket.gradients(), self._named(bucket.parameters()))
+
+    def _average_shards(self, views: Sequence[ShardView], flat: Tensor) -> None:
+        spans = cut_shards(views, flat)
+        self._average(flat, spans, [view.name for view in views])
 
     def _named(self, parameters: Iterable[Tensor]) -> list[str]:
         return [self._names.get(id(parameter), "") for parameter in parameters]

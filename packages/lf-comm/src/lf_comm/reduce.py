@@ -15,10 +15,11 @@ from typing import Any, Literal, TypeAlias, get_args
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._channel import Channel
+from lf_comm._shards import shards_of
 from lf_comm._worker import Behind, own_group
 from lf_comm.rows import Op
 
@@ -110,6 +111,17 @@ class AccurateReducer:
         reducer = cls(own_group(ddp), wire=wire)
         ddp.register_comm_hook(reducer, accurate_hook)
         return reducer
+
+    def apply(self, fsdp: nn.Module) -> None:
+        """Average the gradients of FSDP2 shards over this reducer's group: the replicas of each shard; all ranks.
+
+        fsdp: a module as :meth:`lf_comm.SparseGradientReducer.apply` wants it. Raises ShardError for others.
+        """
+        for part, _ in shards_of(fsdp, self._channel.group):
+            part.set_all_reduce_hook(self._average)
+
+    def _average(self, flat: Tensor) -> None:
+        _reduce(flat, self._channel, "avg", self._wire, None)
 
     def reduce(self, bucket: Any) -> torch.futures.Future[Tensor]:
         """Average a bucket."""

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from lf_comm._blocks import BLOCK, Choice, Cut, at_least_float32, choose, energies
 from lf_comm._channel import Channel
 from lf_comm._residuals import Residuals
-from lf_comm._shards import ShardError, shards_of
+from lf_comm._shards import ShardError, ShardView, shards_of
 from lf_comm._worker import Behind, own_group
 from lf_comm.rows import LayoutError
 
@@ -137,15 +137,14 @@ class SparseGradientReducer:
         Raises ShardError for other modules, meshes and groups.
         """
         parts = shards_of(fsdp, self._channel.group)
-        if strange := [
-            name for _, shards in parts for name, _ in shards if not self._residuals.is_shard(name)
-        ]:
+        names = [view.name for _, views in parts for view in views]
+        if strange := [name for name in names if not self._residuals.is_shard(name)]:
             raise ShardError(
                 f"{strange[0]}: no shard of the module that this reducer was made of; make it of the module "
                 "given here, after fully_shard"
             )
-        for part, shards in parts:
-            part.set_all_reduce_hook(partial(self._average_shards, shards))
+        for part, views in parts:
+            part.set_all_reduce_hook(partial(self._average_shards, views))
 
     @property
     def bytes_sent(self) -> int:
@@ -187,9 +186,8 @@ class SparseGradientReducer:
         counts = [p.numel() * (2 if p.is_complex() and not buffer.is_complex() else 1) for p in parameters]
         return partial(self._average, buffer, names, counts)
 
-    def _average_shards(self, shards: Sequence[tuple[str, int]], flat: Tensor) -> None:
-        names, counts = zip(*shards, strict=True)
-        self._average(flat, names, counts)
+    def _average_shards(self, views: Sequence[ShardView], flat: Tensor) -> None:
+        self._average(flat, [view.name for view in views], [view.elements for view in views])
 
     def _average(self, buffer: Tensor, names: Sequence[str], counts: Sequence[int]) -> Tensor:
         """Average a flat tensor in place, made of gradients of `counts` elements."""
