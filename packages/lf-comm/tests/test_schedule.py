@@ -13,9 +13,11 @@ from comm_ranks import Ranks
 from torch import nn
 
 import lf_comm
+from lf_comm._buckets import DEFAULT_BYTES, FIRST_BYTES, ddp_buckets, exposed
 from lf_comm._plan import decide
 from lf_comm._timer import same_order
 
+DEFAULT = (FIRST_BYTES, DEFAULT_BYTES)
 UNUSED = {"find_unused_parameters": True}
 
 
@@ -140,6 +142,30 @@ def test_a_plan_says_what_it_hides_and_survives_json() -> None:
 def test_other_json_is_no_plan(text: str) -> None:
     with pytest.raises(ValueError, match="no plan"):
         lf_comm.BucketPlan.from_json(text)
+
+
+@pytest.mark.parametrize("quicker", [1.0, 1.2, 1.5, 2.0])
+def test_a_plan_from_a_slow_measurement_still_serves_a_quicker_backward(quicker: float) -> None:
+    wire, measured = lf_comm.Wire(1e-4, 4e-9), profile(16, 4 << 20)
+    plan = lf_comm.make_plan(measured, wire)
+    real = replace(
+        measured,
+        gradients=tuple(replace(g, ready_s=g.ready_s / quicker) for g in measured.gradients),
+        backward_s=measured.backward_s / quicker,
+    )
+    index = {g.name: i for i, g in enumerate(real.gradients)}
+    buckets = [[index[name] for name in bucket.names] for bucket in plan.buckets]
+    best = lf_comm.make_plan(real, wire).exposed_s
+    assert exposed(real, buckets, wire) <= best + 0.15 * real.backward_s
+    assert exposed(real, buckets, wire) < exposed(real, ddp_buckets(real, DEFAULT, rebuilt=True), wire)
+
+
+def test_where_ddp_takes_no_list_one_size_is_planned() -> None:
+    wire = lf_comm.Wire(1e-4, 4e-9)
+    plan = lf_comm.make_plan(profile(), wire, levers=("bucket_cap_mb",))
+    assert plan.ddp_options() == {"bucket_cap_mb": plan.caps_mb[0]}
+    assert plan.lever == "bucket_cap_mb"
+    assert plan.exposed_s < plan.default_exposed_s
 
 
 def test_defaults_stay_where_nothing_is_gained() -> None:
