@@ -8,14 +8,17 @@ import comm_schedule_jobs as jobs
 import pytest
 import torch
 from comm_ranks import Ranks
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lf_comm
 from lf_comm._buckets import ddp_buckets
 from lf_comm.accumulate import accumulated_step_s, micro_batches
 
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
+
+@patient
 @given(st.integers(1, 500), st.integers(1, 60))
 def test_every_sample_is_in_one_micro_batch_and_the_last_is_largest(samples: int, most: int) -> None:
     parts = micro_batches(samples, most)
@@ -36,6 +39,7 @@ def compositions(samples: int, most: int) -> Iterator[list[int]]:
             yield [first, *rest]
 
 
+@patient
 @given(
     st.integers(1, 9),
     st.integers(1, 5),

@@ -7,12 +7,14 @@ import itertools
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from lf_comm._buckets import _SLACK, Gradient, Profile, Wire, assign, cut, ddp_buckets, exposed, run_stream
 from lf_comm._order import Job, order_by_deadline, stall
 from lf_comm.cost import Rates
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 seconds = st.integers(0, 1000).map(lambda n: n / 1000)
 wires = st.builds(Wire, seconds.map(lambda s: s / 10), st.sampled_from([0.0, 1e-5, 1e-4, 1e-3]))
@@ -32,6 +34,7 @@ def end_of(arrived: list[tuple[int, float]], sizes: list[int], wire: Wire) -> fl
     return run_stream(buckets, wire)[-1].end_s
 
 
+@patient
 @given(gradients, wires)
 def test_no_other_cut_ends_earlier_than_half_a_percent_before(
     arrived: list[tuple[int, float]], wire: Wire
@@ -67,6 +70,7 @@ def test_the_stream_is_never_interrupted_and_waits_for_gradients() -> None:
     assert [s.end_s for s in slots] == pytest.approx([1.6, 2.7, 9.1])
 
 
+@patient
 @given(
     st.lists(
         st.tuples(
@@ -104,8 +108,8 @@ def test_without_a_rebuild_buckets_are_cut_from_the_front_and_summed_from_the_ba
     assert exposed(profile, [[0, 1, 2]], Wire(0.0, 0.1)) == pytest.approx(3.0)
 
 
+@patient
 @given(st.lists(st.builds(Job, st.integers(0, 1000), seconds, seconds), max_size=6), wires, seconds)
-@settings(deadline=None)
 def test_no_other_order_stalls_the_forward_less(jobs: list[Job], wire: Wire, backward_s: float) -> None:
     order = order_by_deadline(jobs, wire, backward_s)
     assert sorted(order) == list(range(len(jobs)))
@@ -113,6 +117,7 @@ def test_no_other_order_stalls_the_forward_less(jobs: list[Job], wire: Wire, bac
     assert stall(jobs, order, wire, backward_s) == least
 
 
+@patient
 @given(st.lists(st.builds(Job, st.integers(0, 1000), seconds, seconds), min_size=8, max_size=30), wires)
 def test_of_many_buckets_the_order_is_never_worse_than_arrival(jobs: list[Job], wire: Wire) -> None:
     order = order_by_deadline(jobs, wire, 1.0)

@@ -13,11 +13,13 @@ import pytest
 import torch
 import torch.multiprocessing as mp
 from comm_ranks import Ranks
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lf_comm
 from lf_comm import _sealed
+
+patient = settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
 @pytest.mark.parametrize(("world", "owner"), [(1, 0), (2, 0), (4, 2)])
@@ -116,6 +118,7 @@ dtypes = st.sampled_from([torch.float32, torch.bool, torch.int16])
 kinds_of_tensors = st.lists(st.tuples(dtypes, st.lists(st.integers(0, 4))), max_size=6)
 
 
+@patient
 @given(kinds_of_tensors)
 def test_tables_come_back_as_they_were(made: list[tuple[torch.dtype, list[int]]]) -> None:
     entries, nbytes = _sealed.layout(
@@ -140,6 +143,7 @@ entry = st.fixed_dictionaries(
 )
 
 
+@patient
 @given(st.one_of(st.text(), json_values.map(json.dumps), st.lists(entry, max_size=2).map(json.dumps)))
 def test_any_other_table_is_a_value_error_or_lies_within(text: str) -> None:
     try:
