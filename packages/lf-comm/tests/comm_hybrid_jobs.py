@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 import lf_comm
+from lf_comm._oneshot import OneShotReducer
 from lf_comm.hybrid import DenseReducer
 
 
@@ -62,6 +63,48 @@ def trained(
         found["decision"] = hybrid.decision
         found["seen"] = [getattr(one, "seen", None) for one in (hybrid.small, hybrid.large)]
     return found
+
+
+class Emulated:
+    """Symmetric memory by Gloo: the contract of `TorchSymmetric` where there are no GPUs."""
+
+    def __init__(self) -> None:
+        self.shown: list[int] = []
+
+    def empty(self, count: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.full((count,), float("nan"), dtype=dtype, device=device)
+
+    def rendezvous(self, tensor: Tensor, group: dist.ProcessGroup) -> None:
+        self.shown.append(tensor.nbytes)
+
+    def reduce(self, tensor: Tensor, group: dist.ProcessGroup) -> Tensor:
+        assert tensor.nbytes % 16 == 0
+        assert bool(torch.isfinite(tensor).all())
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor.contiguous(), group=group)
+        return torch.stack(parts).sum(0)
+
+
+class Bucket:
+    def __init__(self, buffer: Tensor) -> None:
+        self._buffer = buffer
+
+    def buffer(self) -> Tensor:
+        return self._buffer
+
+
+def one_shot(rank: int) -> tuple[list[bool], list[int]]:
+    """(right, bytes shown to others) of buckets of different lengths and dtypes."""
+    memory = Emulated()
+    reducer = OneShotReducer(nn.Linear(1, 1), dist.group.WORLD, symmetric=memory)  # type: ignore[arg-type]
+    right = []
+    kinds = [torch.float32] * 4 + [torch.bfloat16, torch.float64]
+    for count, dtype in zip((5, 3, 0, 9, 7, 6), kinds, strict=True):
+        mine = (torch.arange(count) * 4.0 + rank).to(dtype)
+        wanted = mine / dist.get_world_size()
+        dist.all_reduce(wanted)
+        right.append(torch.equal(reducer.work(Bucket(mine))(), wanted) and torch.equal(mine, wanted))
+    return right, memory.shown
 
 
 def refused(rank: int) -> list[str]:

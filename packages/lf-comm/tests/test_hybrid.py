@@ -82,6 +82,19 @@ def test_sparse_gradients_go_by_rows(ranks: Ranks) -> None:
     assert [answer["weights"] for answer in ours] == [answer["weights"] for answer in stock]
 
 
+def test_one_shot_pads_to_whole_loads_and_leaves_other_dtypes_to_the_backend(ranks: Ranks) -> None:
+    for right, shown in ranks.call(jobs.one_shot, 2):
+        assert right == [True] * 6
+        assert shown == [32, 48, 16]  # 5 float32 and the next 3 fit in one piece, 9 need more; 7 bfloat16
+
+
+def test_one_shot_without_gpus_is_dense_and_says_why(ranks: Ranks) -> None:
+    stock = ranks.call(jobs.trained, 2, steps=3, ways=None)
+    ours = ranks.call(jobs.trained, 2, steps=3, ways=("oneshot", "dense", 1 << 18))
+    assert [answer["weights"] for answer in ours] == [answer["weights"] for answer in stock]
+    assert all(answer["decision"].small == "dense (oneshot: parameters are on cpu)" for answer in ours)
+
+
 def test_one_rank_measures_nothing(ranks: Ranks) -> None:
     (stock,) = ranks.call(jobs.trained, 1, steps=2, ways=None)
     (ours,) = ranks.call(jobs.trained, 1, steps=2, ways=("accurate", "topk", "measured"))

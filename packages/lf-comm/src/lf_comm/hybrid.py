@@ -22,6 +22,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._channel import Channel
 from lf_comm._cut import SizeTimes, Timed, best_cut, by_size
+from lf_comm._oneshot import OneShotReducer
 from lf_comm._paths import dense
 from lf_comm._worker import Behind, own_group
 from lf_comm.ddp import SparseGradReducer
@@ -29,7 +30,7 @@ from lf_comm.reduce import AccurateReducer
 from lf_comm.rows import LayoutError
 from lf_comm.topk import SparseGradientReducer
 
-Way: TypeAlias = Literal["dense", "accurate", "rows", "topk"]
+Way: TypeAlias = Literal["dense", "accurate", "rows", "topk", "oneshot"]
 _WARM, _ROUNDS = (
     2,
     8,
@@ -70,6 +71,7 @@ _WAYS: dict[str, Make] = {
     "accurate": lambda module, group: AccurateReducer(group),
     "rows": lambda module, group: SparseGradReducer(module, group),
     "topk": lambda module, group: SparseGradientReducer(module, group=group),
+    "oneshot": OneShotReducer,
 }
 
 
@@ -106,8 +108,9 @@ def hybrid_comm(
     """Average small buckets one way and large ones another.
 
     small, large: "dense" (as DDP), "accurate" (:class:`AccurateReducer`), "rows" (:class:`SparseGradReducer`), "topk"
-        (:class:`SparseGradientReducer`, lossy), each with its defaults; or a function of (module, group) that makes a
-        :class:`BucketReducer`.
+        (:class:`SparseGradientReducer`, lossy), each with its defaults; "oneshot" (one kernel over torch's symmetric
+        memory where all ranks are GPUs of one host, else dense; the decision names why); or a function of
+        (module, group) that makes a :class:`BucketReducer`.
     cut: bytes from which on a bucket is large; "measured": found in the first ten steps.
 
     Raises ValueError for other words and for a cut below 0.
@@ -124,8 +127,8 @@ class HybridReducer:
     """State of the hook. small, large: the two reducers, whose reports and states are theirs."""
 
     def __init__(self, module: nn.Module, group: dist.ProcessGroup, asked: HybridComm) -> None:
-        self._names = _name_of(asked.small), _name_of(asked.large)
         self.small, self.large = (_make(way)(module, group) for way in (asked.small, asked.large))
+        self._names = _name_of(asked.small, self.small), _name_of(asked.large, self.large)
         self._channel, self._behind = Channel(group), Behind()
         self._steps = 0
         self._samples: list[tuple[int, bool, Callable[[], float]]] = []
@@ -193,7 +196,9 @@ def _make(way: Way | Make) -> Make:
     return way if callable(way) else _WAYS[way]
 
 
-def _name_of(way: Way | Make) -> str:
+def _name_of(way: Way | Make, made: BucketReducer) -> str:
+    if isinstance(made, OneShotReducer):
+        return made.name
     return str(getattr(way, "__name__", type(way).__name__)) if callable(way) else way
 
 
