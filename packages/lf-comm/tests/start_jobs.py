@@ -17,6 +17,7 @@ import lf_comm
 def no_group() -> Any:
     """Between, this rank is in no group; afterwards in one of its own, which the pool destroys."""
     rank, world = dist.get_rank(), dist.get_world_size()
+    dist.barrier()  # the last may still be connecting
     dist.destroy_process_group()
     try:
         yield rank, world

@@ -36,6 +36,7 @@ def test_a_loong_name_turns_on_what_there_is_for_a_job(ranks: Ranks, tmp_path: P
         assert each["warnings"] == ()
         assert f"rank {rank} of {world}, backend gloo, device cpu" in each["text"]
         assert "on  watch: backend loonggloo" in each["text"]
+        assert ("1 peer by Gloo/TCP (host bridge)" in each["text"]) == (world == 2)
         assert each["left"]
 
 

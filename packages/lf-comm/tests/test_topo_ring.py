@@ -25,6 +25,7 @@ from lf_comm.topo import (
     warnings,
     with_network,
 )
+from lf_comm.topo.ring import _local_device
 
 
 def test_ranks_build_the_same_ring_and_sum_in_its_order(ranks: Ranks) -> None:
@@ -41,8 +42,8 @@ def test_ranks_build_the_same_ring_and_sum_in_its_order(ranks: Ranks) -> None:
         assert each["gain"] > 1.5
         assert sorted(each["via"]) == ["NET/Socket", "NET/Socket", "P2P/NVLink"]
     assert found[0]["launch"] == (
-        "machine0: --node-rank 0, CUDA_VISIBLE_DEVICES=0,1",
-        "machine1: --node-rank 1, CUDA_VISIBLE_DEVICES=0,1",
+        "machine0: --node-rank 0, CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1",
+        "machine1: --node-rank 1, CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES=0,1",
     )
     assert "no NIC was seen: one of 1.2 GB/s is assumed" in found[0]["text"]
 
@@ -52,7 +53,9 @@ def test_gpus_of_one_host_are_ordered_by_socket(ranks: Ranks) -> None:
     order = found[0]["ranks"]
     assert [rank % 2 for rank in order] in ([0, 0, 1, 1], [1, 1, 0, 0], [0, 1, 1, 0], [1, 0, 0, 1])
     shown = ",".join(map(str, order))
-    assert found[0]["launch"] == (f"machine0: --node-rank 0, CUDA_VISIBLE_DEVICES={shown}",)
+    assert found[0]["launch"] == (
+        f"machine0: --node-rank 0, CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES={shown}",
+    )
 
 
 def test_ranks_without_accelerators_count_as_processes(ranks: Ranks) -> None:
@@ -62,6 +65,29 @@ def test_ranks_without_accelerators_count_as_processes(ranks: Ranks) -> None:
             assert each["place"] == each["ranks"].index(rank)
             assert "ranks count as processes on CPUs" in each["text"]
             assert set(each["via"]) <= {"Gloo/TCP"}
+
+
+@pytest.mark.parametrize(
+    ("local", "visible", "device"),
+    [
+        ("1", None, 1),
+        (None, None, 0),
+        ("1", "3,2", 2),
+        ("1", "", 1),
+        ("2", "3,2", -1),
+        ("0", "GPU-8f1c", -1),
+        ("9", None, -1),
+        ("x", None, -1),
+    ],
+)
+def test_the_device_of_a_rank_is_what_its_variables_say(
+    local: str | None, visible: str | None, device: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in (("LOCAL_RANK", local), ("CUDA_VISIBLE_DEVICES", visible)):
+        monkeypatch.delenv(name, raising=False)
+        if value is not None:
+            monkeypatch.setenv(name, value)
+    assert _local_device(4) == device
 
 
 def test_a_ring_that_enters_a_host_twice_cannot_be_launched() -> None:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+from collections import Counter
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, Final
@@ -27,7 +28,7 @@ from lf_comm._ask import DisagreementError
 from lf_comm.cost import Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerWatch
-from lf_comm.topo import Setting, TopologyAwareRingBuilder, effective_settings
+from lf_comm.topo import Setting, TopologyAwareRingBuilder, Transport, effective_settings
 
 PREFIX: Final = "loong"
 # backend -> (device, package that registers it with torch)
@@ -61,7 +62,8 @@ class Feature:
 
 @dataclass
 class LoongJob:
-    """What :func:`init_loong_dist` made. watch, ring and rates are None where they are off."""
+    """What :func:`init_loong_dist` made. peers: over what each other rank is reached, where that was read; watch,
+    ring and rates are None where they are off."""
 
     backend: str
     rank: int
@@ -70,6 +72,7 @@ class LoongJob:
     features: tuple[Feature, ...]
     settings: tuple[Setting, ...] = ()
     warnings: tuple[str, ...] = ()
+    peers: tuple[Transport, ...] = field(default=(), repr=False)
     watch: PeerWatch | None = field(default=None, repr=False)
     ring: TopologyAwareRingBuilder | None = field(default=None, repr=False)
     rates: Rates | None = field(default=None, repr=False)
@@ -77,6 +80,8 @@ class LoongJob:
     def __str__(self) -> str:
         lines = [f"rank {self.rank} of {self.world_size}, backend {self.backend}, device {self.device}"]
         lines += [f"  {'on ' if each.on else 'off'} {each.name}: {each.why}" for each in self.features]
+        ways = Counter(f"{each.via} ({each.distance})" for each in self.peers)
+        lines += [f"  {count} peer{'s' * (count > 1)} by {way}" for way, count in ways.items()]
         said = [each for each in self.settings if each.origin != "default"]
         lines += [f"  set {each.name}={each.value} ({each.origin})" for each in said]
         return "\n".join(lines + [f"  warning: {text}" for text in self.warnings])
@@ -157,14 +162,17 @@ def _furnish(
     watching = PeerWatch() if wanted("watch", watch) else None
     settings = effective_settings() if plain == "nccl" else ()
     warnings: tuple[str, ...] = ()
+    peers: tuple[Transport, ...] = ()
     if ring is not None:
         speed = 1 / measured.all_reduce if measured is not None and measured.all_reduce > 0 else None
-        warnings = ring.warnings(speed)
+        warnings, peers = ring.warnings(speed), ring.transports(dist.get_rank())
         features.append(_ring_feature(ring))
     hook = "for each model: job.attach(ddp), a hook is nothing to turn on unasked"
     features.append(Feature("row-sparse sums", False, hook))
     rank, size = dist.get_rank(), dist.get_world_size()
-    return LoongJob(plain, rank, size, device, tuple(features), settings, warnings, watching, ring, measured)
+    return LoongJob(
+        plain, rank, size, device, tuple(features), settings, warnings, peers, watching, ring, measured
+    )
 
 
 def _ring_feature(ring: TopologyAwareRingBuilder) -> Feature:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import inspect
-import json
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -27,7 +27,8 @@ from lf_comm.topo.order import RingOrder, best_order
 from lf_comm.topo.sysfs import discover
 from lf_comm.topo.transport import Transport, effective_settings, transports, warnings
 
-_VISIBLE = {"gpu": "CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
+# nvidia-smi and /sys count by bus, CUDA by speed unless told otherwise
+_VISIBLE = {"gpu": "CUDA_DEVICE_ORDER=PCI_BUS_ID CUDA_VISIBLE_DEVICES", "npu": "ASCEND_RT_VISIBLE_DEVICES"}
 _TCP = 1.25e9  # 10 Gb/s: what a host without a visible NIC is taken to have
 
 
@@ -56,14 +57,15 @@ class TopologyAwareRingBuilder:
         numbers); without accelerators, ranks count as processes on CPUs. network: bytes/s of a NIC where none is seen.
         seen, host: this rank's host and its name, instead of what is read here.
         """
-        size = dist.get_world_size(group)
         name = socket.gethostname() if host is None else host
         each = discover()[0] if seen is None else seen
         local = _local_device(len(each.devices)) if each is not None else -1
-        mine = json.dumps([name, node_to_json(each) if each is not None else None, local])
-        told: list[Any] = [None] * size
-        dist.all_gather_object(told, mine, group=group)
-        return cls(_assemble([json.loads(text) for text in told], network), nbytes)
+        text = node_to_json(each) if each is not None else ""
+        digest = hashlib.sha256(text.encode()).hexdigest() if text else ""
+        told: list[Any] = [None] * dist.get_world_size(group)
+        dist.all_gather_object(told, (name, digest, local), group=group)
+        texts = _exchange([digest for _, digest, _ in told], text, group)
+        return cls(_assemble(told, texts, network), nbytes)
 
     @cached_property
     def order(self) -> RingOrder:
@@ -137,31 +139,43 @@ class TopologyAwareRingBuilder:
         return tuple(lines)
 
 
+def _exchange(digests: Sequence[str], text: str, group: dist.ProcessGroup | None) -> dict[str, str]:
+    """Hosts by digest: of equal ones, which is most of a cluster, one rank tells all."""
+    members = dist.get_process_group_ranks(group if group is not None else dist.group.WORLD)
+    texts = {}
+    for digest in dict.fromkeys(filter(None, digests)):
+        held = [text]
+        dist.broadcast_object_list(held, src=members[digests.index(digest)], group=group)
+        texts[digest] = held[0]
+    return texts
+
+
 def _local_device(count: int) -> int:
-    """Index of the device that this process uses; -1 where its variables name none of those there."""
+    """Index of the device that this process uses, GPUs counted by bus; -1 where its variables do not tell."""
     local = os.environ.get("LOCAL_RANK", "0")
     listed = [part.strip() for part in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")]
     if not local.isdecimal():
         return -1
     number = int(local)
-    if listed != [""] and number < len(listed) and listed[number].isdecimal():
-        number = int(listed[number])
+    if listed != [""]:
+        # UUIDs and MIG instances are not looked up
+        number = int(listed[number]) if number < len(listed) and listed[number].isdecimal() else count
     return number if number < count else -1
 
 
-def _assemble(told: Sequence[tuple[str, str | None, int]], network: float) -> Topology:
-    """From what each rank saw: its host's name, the host, and which device is its own."""
+def _assemble(told: Sequence[tuple[str, str, int]], texts: Mapping[str, str], network: float) -> Topology:
+    """From what each rank saw: its host's name, the host's digest ("": no accelerator), and which device is its own."""
     names = list(dict.fromkeys(name for name, _, _ in told))
     nodes, ranks = [], dict[int, tuple[int, int]]()
     for number, name in enumerate(names):
         here = [rank for rank, (host, _, _) in enumerate(told) if host == name]
         locals_ = [told[rank][2] for rank in here]
-        text = told[here[0]][1]
-        if text is not None and min(locals_) >= 0 and len(set(locals_)) == len(here):
-            nodes.append(node_from_json(text, f"what rank {here[0]} saw"))
+        digest = told[here[0]][1]
+        if digest and min(locals_) >= 0 and len(set(locals_)) == len(here):
+            nodes.append(node_from_json(texts[digest], f"what rank {here[0]} saw"))
             ranks.update({rank: (number, local) for rank, local in zip(here, locals_, strict=True)})
         else:
-            nodes.append(_processes(len(here), text is not None))
+            nodes.append(_processes(len(here), bool(digest)))
             ranks.update({rank: (number, local) for local, rank in enumerate(here)})
     if len(names) > 1:
         nodes = [with_network(each, network) for each in nodes]
@@ -171,7 +185,7 @@ def _assemble(told: Sequence[tuple[str, str | None, int]], network: float) -> To
 
 def _processes(count: int, devices: bool) -> Node:
     """Ranks on CPUs, or ranks of which it is not known which device each has."""
-    why = "several ranks name one device" if devices else "no accelerator is visible"
+    why = "it is not known which device each rank has" if devices else "no accelerator is visible"
     names = [f"process{number}" for number in range(count)]
     links = [Link.of(name, "cpu", "PCI", 10e9) for name in names]
     return node(

@@ -70,7 +70,7 @@ def effective_settings(
     env = os.environ if environ is None else environ
     found = {key: Setting(key, value, "environment") for key, value in env.items() if key.startswith("NCCL_")}
     own = env.get("NCCL_CONF_FILE")
-    for path in (Path(own) if own else (home or Path.home()) / ".nccl.conf", system):
+    for path in (Path(own) if own else (home or _home()) / ".nccl.conf", system):
         try:
             lines = path.read_text(errors="replace").split("\n")
         except OSError:
@@ -82,6 +82,13 @@ def effective_settings(
     for name, value in DEFAULTS.items():
         found.setdefault(name, Setting(name, value, "default"))
     return tuple(found[name] for name in sorted(found))
+
+
+def _home() -> Path:
+    try:
+        return Path.home()
+    except RuntimeError:  # a user without an entry in passwd, as in containers
+        return Path("/")
 
 
 def transports(topology: Topology, rank: int, settings: Sequence[Setting] = ()) -> tuple[Transport, ...]:
