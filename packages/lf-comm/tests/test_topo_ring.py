@@ -17,10 +17,10 @@ from lf_comm.topo import (
     TopologyAwareRingBuilder,
     TopologyError,
     effective_settings,
+    from_rates,
     node,
     parse_hccl,
     parse_nvidia_smi,
-    simulate,
     transports,
     warnings,
     with_network,
@@ -172,10 +172,19 @@ def test_what_is_slower_than_its_links_is_warned_of() -> None:
     assert "NCCL_IB_DISABLE=1 (environment) sends everything over TCP though mlx5_0" in tcp
     (p2p,) = warnings(topology, told(P2P_DISABLE="1"))
     assert "leaves the NVLinks unused" in p2p
-    fair = simulate(topology, range(topology.size), 64 << 20).bus_rate
-    assert warnings(topology, measured=0.6 * fair) == ()
-    (slow,) = warnings(topology, measured=0.1 * fair)
-    assert "fall-back to TCP" in slow
+    assert warnings(topology, measured=60e9) == ()  # eight NICs of 12.5 GB/s
+    (slow,) = warnings(topology, measured=5e9)
+    assert "at 5 GB/s where the links allow 100 GB/s: look for a fall-back to TCP" in slow
+    pcie = parse_nvidia_smi(two_sockets([0, 0], nics=4))
+    assert warnings(Topology.of([pcie, pcie]), measured=13e9) == ()  # four NICs, but PCIe between the devices
+    one_host = Topology.of([parse_nvidia_smi(a100())])
+    assert warnings(one_host, measured=200e9) == ()
+    assert "240 GB/s" in warnings(one_host, measured=20e9)[0]
+    (plain,) = warnings(Topology.of([parse_nvidia_smi(a100(0))] * 2, network=1e9))
+    assert "no RDMA device is seen" in plain
+    rates = [[0.0, 4e9], [4e9, 0.0]]
+    assert warnings(from_rates(rates), measured=3e9) == ()
+    assert "allow 4 GB/s" in warnings(from_rates(rates), measured=1e9)[0]
     processes = node("test", [Device("a", "cpu"), Device("b", "cpu")], [Link.of("a", "b", "PCI", 1e12)])
     assert warnings(Topology.of([processes]), measured=1e3) == ()  # nothing is known of what connects them
 

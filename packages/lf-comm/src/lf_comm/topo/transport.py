@@ -10,9 +10,11 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from lf_comm.topo.graph import NET, Topology
+from lf_comm.topo.order import best_order
 from lf_comm.topo.simulate import Routes, simulate
 
 # What decides how bytes travel, with what NCCL does when nobody sets it
@@ -169,8 +171,8 @@ def warnings(
     """What makes, or lets expect, less than the links can.
 
     measured: bytes a rank sends per second in an all-reduce of `nbytes`; of rates by ``measure_rates``, it is
-    ``1 / rates.all_reduce``. A warning when it is below half of what the model gives for the order of ranks; none for
-    processes on CPUs, of whose links nothing is known.
+    ``1 / rates.all_reduce``. A warning when it is below half of what the links allow; none for processes on CPUs, of
+    whose links nothing is known.
     """
     found = []
     by_name = {each.name: each for each in settings}
@@ -186,16 +188,39 @@ def warnings(
     if gpu and len(hosts) > 1 and verbs and tcp:
         said = f"{tcp[0].name}={tcp[0].value} ({tcp[0].origin})"
         found.append(f"{said} sends everything over TCP though {', '.join(verbs[:8])} speak verbs")
+    if gpu and len(hosts) > 1 and not verbs:
+        found.append("no RDMA device is seen: what goes between hosts goes over TCP")
     closed = by_name.get("NCCL_P2P_DISABLE")
     if "NVL" in kinds and closed is not None and closed.value == "1":
         found.append(f"NCCL_P2P_DISABLE=1 ({closed.origin}) leaves the NVLinks unused")
     known = gpu or not kinds.isdisjoint({"MEASURED", "HCCS"})
     if measured is not None and topology.size > 1 and known:
-        model = simulate(topology, range(topology.size), nbytes)
-        if measured < _FAR_BELOW * model.bus_rate:
+        allowed = _allowed(topology, nbytes)
+        if measured < _FAR_BELOW * allowed:
             found.append(
-                f"an all-reduce was measured at {measured / 1e9:.3g} GB/s where the links allow "
-                f"{model.bus_rate / 1e9:.3g} GB/s ({model.bottleneck}): look for a fall-back to TCP or through the "
-                "host (NCCL_DEBUG=INFO says which transport each channel took)"
+                f"an all-reduce was measured at {measured / 1e9:.3g} GB/s where the links allow {allowed / 1e9:.3g} "
+                "GB/s: look for a fall-back to TCP or through the host (NCCL_DEBUG=INFO says which transport each "
+                "channel took)"
             )
     return tuple(found)
+
+
+def _allowed(topology: Topology, nbytes: int) -> float:
+    """Bytes per second that a rank can send in a ring all-reduce, latency aside."""
+    hosts = {host for host, _ in topology.ranks}
+    if any(topology.device(rank).kind == "cpu" for rank in range(topology.size)):
+        ring = simulate(topology, range(topology.size), nbytes)
+        return nbytes / topology.size / (ring.step_s - ring.latency_s)
+    # NCCL and HCCL order devices and hosts themselves, and run a ring through each NIC of a host.
+    order = best_order(topology, nbytes)
+    ring = order.after
+    rate = nbytes / topology.size / (ring.step_s - ring.latency_s)
+    if len(hosts) == 1 or not ring.bottleneck.startswith("NET"):
+        return rate
+    routes = Routes(topology)
+    inside = [
+        min(routes.rate(key) for key in routes.between(a, b)[0])
+        for a, b in pairwise(order.ranks)
+        if topology.ranks[a][0] == topology.ranks[b][0]
+    ]
+    return min([rate * min(len(topology.nodes[host].nics) for host in hosts), *inside])
