@@ -15,7 +15,7 @@ from lf_comm import Item, Rates, RowReducer, SparseGradReducer
 
 PLANS = ("dense", "gather", "union", "split")
 FREE = Rates(1e-5, 1e-9, 1e-9, 1e-9, 1e-10, 1e-10, 1e-10)
-SLOW_LINK = Rates(1e-4, 1e-8, 1e-8, 1e-8, 1e-10, 1e-10, 1e-10)
+SLOW_LINK = Rates(1e-4, 1e-7, 1e-7, 1e-7, 1e-10, 1e-10, 1e-10)
 
 
 def bits(tensor: Tensor) -> bytes:

@@ -60,6 +60,47 @@ def test_paths_do_not_change_for_a_few_percent() -> None:
     assert history.choose({"dense": 10.0, "gather": 2.0, "union": 1.0, "split": 9.0}) == "union"
 
 
+def steady(history: History, predicted: dict[str, float], took: dict[str, float], times: int) -> list[str]:
+    """Paths of sums that take what they take, however they were predicted."""
+    paths = []
+    for _ in range(times):
+        history.learn(took[history.path] if history.predicted else 0.0)
+        paths.append(history.choose(predicted))
+    return paths
+
+
+def test_a_dense_sum_that_is_faster_than_predicted_is_found_out() -> None:
+    predicted = {"dense": 8.0, "gather": 6.0, "union": 7.0, "split": 9.0}
+    paths = steady(History(), predicted, {"dense": 5.0, "gather": 6.0, "union": 7.0, "split": 9.0}, 100)
+    assert set(paths[2:]) == {"dense"}
+
+
+def test_a_doubtful_path_is_held_beside_dense_seldom() -> None:
+    predicted = {"dense": 8.0, "gather": 6.0, "union": 7.0, "split": 9.0}
+    paths = steady(History(), predicted, predicted, 1000)
+    assert paths[:4] == ["dense", "gather", "gather", "gather"]
+    assert 10 <= paths.count("dense") <= 1000 / 64 + 2
+    assert steady(History(), CHEAP, CHEAP, 1000).count("dense") == 0
+
+
+def test_sums_that_are_never_measured_alone_are_not_probed_for_ever() -> None:
+    history = History()
+    predicted = {"dense": 8.0, "gather": 6.0}
+    assert [history.choose(predicted) for _ in range(4)] == ["dense", "dense", "gather", "gather"]
+
+
+def test_a_slow_link_does_not_make_untried_paths_look_fast() -> None:
+    predicted = {"dense": 8.0, "gather": 8.2, "union": 9.0, "split": 9.0}
+    took = {path: 1.8 * seconds for path, seconds in predicted.items()}
+    assert set(steady(History(), predicted, took, 10)) == {"dense"}
+
+
+def test_a_path_that_cannot_win_any_more_is_left() -> None:
+    history = History()
+    assert history.choose(CHEAP) == "gather"
+    assert history.choose({"dense": 1.0, "union": 0.99}) == "dense"
+
+
 def test_dense_is_taken_when_it_costs_about_the_same() -> None:
     assert History().choose({"dense": 1.0, "gather": 0.97, "union": 3.0, "split": 3.0}) == "dense"
 

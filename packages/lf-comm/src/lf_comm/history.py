@@ -12,6 +12,9 @@ _STAY = 0.10  # another path must be this much cheaper
 _GAIN = 0.95  # and a sparse one this much cheaper than dense: a wrong prediction should not cost what it could win
 _LEARN = 0.5  # weight of the newest measurement
 _FAR = 8.0  # a prediction further off was disturbed by something else
+_SURE = 0.5  # a sparse path that is predicted to take less of dense needs no dense sum beside it
+_PROBES = 2  # dense sums for comparison before a doubtful sparse path is trusted
+_AGAIN = 64  # sums of a doubtful sparse path, after which one is dense: it costs less than 2 % of them
 QUIET = 16  # sums that were dense one after another before asking stops
 _MOST_QUIET = 1024
 
@@ -25,6 +28,8 @@ class History:
     dense_run: int = 0
     quiet: int = QUIET
     skip: int = 0
+    probes: int = 0  # dense sums that were made to have a comparison
+    sparse_run: int = 0  # sums since the last dense one
     predicted: float = 0.0  # of the last sum, uncorrected; 0 when it was not measured alone
 
     def asks(self) -> bool:
@@ -43,27 +48,38 @@ class History:
         self.corrections[self.path] = before + _LEARN * (ratio - before)
 
     def choose(self, predicted: Mapping[str, float]) -> str:
-        """The path of this sum, from predictions in seconds."""
+        """The path of this sum, from predictions in seconds; paths that cannot win may be missing."""
         # A sparse path that was never run is taken to be as far off as those that were: they have their passes over
-        # memory in common. Dense was measured as it runs.
+        # memory in common. And it is no better than dense: what slows the link down slows them all.
         seen = [ratio for path, ratio in self.corrections.items() if path != "dense"]
-        usual = {path: sum(seen) / len(seen) if seen and path != "dense" else 1.0 for path in predicted}
+        sparse = max(sum(seen) / len(seen) if seen else 1.0, self.corrections.get("dense", 1.0))
+        usual = {path: 1.0 if path == "dense" else sparse for path in predicted}
         cost = {
             path: seconds * self.corrections.get(path, usual[path]) for path, seconds in predicted.items()
         }
         best = min(cost, key=cost.__getitem__)
-        if best != self.path and cost[best] > (1 - _STAY) * cost[self.path]:
+        if best != self.path and cost[best] > (1 - _STAY) * cost.get(self.path, float("inf")):
             best = self.path
         if best != "dense" and cost[best] > _GAIN * cost["dense"]:
+            best = "dense"
+        if best != "dense" and cost[best] > _SURE * cost["dense"] and self._wants_dense():
             best = "dense"
         self.path, self.predicted = best, predicted[best]
         self._count(best)
         return best
 
+    def _wants_dense(self) -> bool:
+        """Whether what dense takes is not known, or was long ago; a sum that is not measured alone never tells."""
+        if "dense" not in self.corrections and self.probes < _PROBES:
+            self.probes += 1
+            return True
+        return self.sparse_run >= _AGAIN
+
     def _count(self, path: str) -> None:
         if path != "dense":
-            self.dense_run, self.quiet = 0, QUIET
+            self.dense_run, self.quiet, self.sparse_run = 0, QUIET, self.sparse_run + 1
             return
+        self.sparse_run = 0
         self.dense_run += 1
         if self.dense_run >= QUIET:
             # Asking once more decides over twice as many sums each time, so its share of them goes to nothing.

@@ -203,7 +203,7 @@ class RowReducer:
                 one.path, one.reason = plan, "as asked"
                 continue
             assert self._rates is not None
-            predicted = self._rates.predict(one.load, scanned=told.scanned)
+            predicted = _worth(one.load, self._rates.predict(one.load, scanned=told.scanned))
             history = one.history or History()
             history.learn(told.seconds)
             one.path = history.choose(predicted)
@@ -341,6 +341,12 @@ def _own_rows(item: Item, rows: Tensor) -> Tensor:
     live = torch.zeros(rows.shape[0], dtype=torch.bool, device=rows.device)
     live[_checked(item.rows, rows)] = True
     return live
+
+
+def _worth(load: Load, predicted: dict[str, float]) -> dict[str, float]:
+    """Dense, and what sends fewer bytes than it: the others have nothing to win, whatever was measured."""
+    dense_bytes = load.bytes_sent("dense")
+    return {p: s for p, s in predicted.items() if p == "dense" or load.bytes_sent(p) < dense_bytes}
 
 
 def _check_words(plan: str, op: str) -> None:
