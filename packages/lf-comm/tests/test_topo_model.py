@@ -201,6 +201,21 @@ def test_hosts_below_one_switch_come_one_after_the_other() -> None:
     assert len(leaves) == 4
 
 
+def test_uplinks_carry_what_is_left_by_oversubscription() -> None:
+    links = [Link.of("d", "nic", "PCI", 1e12), Link.of("nic", "net", "NET", 10e9)]
+    host = node("test", [Device("d")], links, ["nic"])
+
+    def step(oversubscription: float, order: list[int]) -> tuple[float, str]:
+        groups = [("a",), ("a",), ("b",), ("b",)]
+        topology = Topology.of([host] * 4, groups=groups, oversubscription=oversubscription)
+        found = simulate(topology, order, 40_000_000)
+        return round((found.step_s - found.latency_s) * 1e3, 6), found.bottleneck
+
+    assert step(1, [0, 2, 1, 3])[0] == 1.0  # two flows leave each switch, whose uplinks carry two
+    assert step(4, [0, 2, 1, 3]) == (4.0, "uplink of switch a")
+    assert step(4, [0, 1, 2, 3]) == (2.0, "uplink of switch a")
+
+
 def test_measured_rates_lead_around_a_slow_pair() -> None:
     n = 16
     fast = [[10e9] * n for _ in range(n)]

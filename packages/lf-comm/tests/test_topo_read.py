@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from topo_hosts import a100, hccl, pairs, two_sockets, write_sys, xml
+from topo_hosts import a100, hccl, pairs, smi, two_sockets, write_sys, xml
 
 from lf_comm.topo import (
     Topology,
@@ -50,6 +50,14 @@ def test_a_matrix_gives_switches_sockets_nvlinks_and_nics() -> None:
     sockets = Topology.of([parse_nvidia_smi(two_sockets([0, 0, 1, 1], nics=1))])
     assert rates(sockets, 0, 1) == ("host bridge", 24e9)
     assert rates(sockets, 0, 2) == ("sockets", 10e9)
+
+
+def test_nvlinked_gpus_hang_below_the_socket_their_numa_node_names() -> None:
+    text = smi([["NV4" if a // 2 == b // 2 else "SYS" for b in range(4)] for a in range(4)], [0, 0, 1, 1])
+    wires = parse_nvidia_smi(text).wires
+    assert wires["gpu0", "node:gpu0"].kind == wires["gpu3", "node:gpu2"].kind == "PCI"
+    assert wires["node:gpu0", "sys:gpu0"].kind == "SYS"
+    assert ("gpu0", "sys:gpu0") not in wires
 
 
 def test_a_matrix_copied_with_blanks_is_read_as_well() -> None:

@@ -78,7 +78,6 @@ def two_opt(cost: Tensor, tour: list[int]) -> list[int]:
         return list(tour)
     points = torch.tensor(tour)
     upper = torch.ones(n, n, dtype=torch.bool).triu(2)
-    upper[0, n - 1] = False  # the same edge twice
     for _ in range(max(_TWO_OPT_WORK // (n * n), 8)):
         following = points.roll(-1)
         steps = cost[points, following]
