@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lf_comm import BufferReducer, DisagreementError, Rates
 
-RATES = Rates(1e-5, 8e-9, 8e-9, 8e-9, 4e-10, 4e-10, 4e-10)
+RATES = Rates(1e-5, 8e-7, 8e-7, 8e-7, 4e-10, 4e-10, 4e-10)
 SHAPES = {"table": (512, 64), "body": (100, 7), "bias": (33,), "experts": (8, 16, 96)}
 
 
