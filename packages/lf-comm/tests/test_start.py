@@ -38,6 +38,7 @@ def test_a_loong_name_turns_on_what_there_is_for_a_job(ranks: Ranks, tmp_path: P
         assert "on  watch: backend loonggloo" in each["text"]
         assert ("1 peer by Gloo/TCP (host bridge)" in each["text"]) == (world == 2)
         assert each["left"]
+        assert not each["beats"]
 
 
 def test_a_plain_name_turns_on_nothing_unasked(ranks: Ranks, tmp_path: Path) -> None:
