@@ -13,7 +13,6 @@ _GAIN = 0.95  # and a sparse one this much cheaper than dense: a wrong predictio
 _LEARN = 0.5  # weight of the newest measurement
 _FAR = 8.0  # a prediction further off was disturbed by something else
 _SURE = 0.5  # a sparse path that is predicted to take less of dense needs no dense sum beside it
-_PROBES = 2  # dense sums for comparison before a doubtful sparse path is trusted
 _AGAIN = 64  # sums of a doubtful sparse path, after which one is dense: it costs less than 2 % of them
 QUIET = 16  # sums that were dense one after another before asking stops
 _MOST_QUIET = 1024
@@ -28,7 +27,7 @@ class History:
     dense_run: int = 0
     quiet: int = QUIET
     skip: int = 0
-    probes: int = 0  # dense sums that were made to have a comparison
+    alone: bool = True  # whether dense sums are measured; not on a GPU, nor within a bucket of DDP
     sparse_run: int = 0  # sums since the last dense one
     predicted: float = 0.0  # of the last sum, uncorrected; 0 when it was not measured alone
 
@@ -42,6 +41,8 @@ class History:
     def learn(self, seconds: float) -> None:
         """What the last sum took on the slowest rank; 0 when that is not known."""
         if not (seconds > 0 and self.predicted > 0):
+            if self.path == "dense" and self.predicted > 0:
+                self.alone = False
             return
         ratio = min(max(seconds / self.predicted, 1 / _FAR), _FAR)
         before = self.corrections.get(self.path, ratio)
@@ -69,11 +70,8 @@ class History:
         return best
 
     def _wants_dense(self) -> bool:
-        """Whether what dense takes is not known, or was long ago; a sum that is not measured alone never tells."""
-        if "dense" not in self.corrections and self.probes < _PROBES:
-            self.probes += 1
-            return True
-        return self.sparse_run >= _AGAIN
+        """Whether what dense takes is not known, or was long ago, and a dense sum would tell."""
+        return self.alone and ("dense" not in self.corrections or self.sparse_run >= _AGAIN)
 
     def _count(self, path: str) -> None:
         if path != "dense":
