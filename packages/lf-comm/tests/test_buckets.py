@@ -36,7 +36,7 @@ def end_of(arrived: list[tuple[int, float]], sizes: list[int], wire: Wire) -> fl
 
 @patient
 @given(gradients, wires)
-def test_no_other_cut_ends_earlier_than_half_a_percent_before(
+def test_no_other_cut_ends_earlier_than_a_thousandth_before(
     arrived: list[tuple[int, float]], wire: Wire
 ) -> None:
     some = [one for one in arrived if one[0]]
