@@ -198,6 +198,9 @@ def test_a_plan_that_was_not_faster_by_more_than_noise_is_dropped() -> None:
     assert "noise" in dropped.reason
     # faster and slower by turns
     assert decided([[0.1], [0.25], [0.1], [0.25]], [[0.2]] * 4).lever == "default"
+    # one round of four was disturbed
+    assert decided([[0.15], [0.15], [0.9], [0.15]], [[0.2]] * 4).lever == plan.lever
+    assert decided([[0.2]] * 4, [[0.2], [0.2], [0.9], [0.2]]).lever == "default"
     # a drift of the machine, which moves both
     assert decided([[0.15], [0.35], [0.55], [0.75]], [[0.2], [0.4], [0.6], [0.8]]).lever == plan.lever
 

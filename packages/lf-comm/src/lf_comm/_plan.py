@@ -57,15 +57,16 @@ class Measured:
     ) -> Measured:
         """From seconds of steps; default and planned by round, rounds of one number measured next to each other.
 
-        What neighbours do changes from round to round, so it is rounds that are compared: the noise is how far the
-        gains of rounds lie apart, and at least 1 % of a step.
+        What neighbours do changes from round to round, so it is rounds that are compared: the noise is how far gains
+        of rounds lie from their median, as a median, and at least 1 % of a step.
         """
         gains = [statistics.median(d) - statistics.median(p) for d, p in zip(default, planned, strict=True)]
         before = statistics.median(second for one in default for second in one)
-        spread = (max(gains) - min(gains)) / 2
-        return cls(
-            statistics.median(compute), before, before - statistics.median(gains), max(spread, _GAIN * before)
-        )
+        gain = statistics.median(gains)
+        spread = statistics.median(
+            abs(one - gain) for one in gains
+        )  # one disturbed round of four does not count
+        return cls(statistics.median(compute), before, before - gain, max(spread, _GAIN * before))
 
 
 @dataclass(frozen=True)
