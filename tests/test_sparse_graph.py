@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import lf_comm
 import lf_graph
 
-RATES = lf_comm.Rates(1e-5, 8e-9, 8e-9, 8e-9, 4e-10, 4e-10, 4e-10)
+RATES = lf_comm.Rates(1e-5, 8e-7, 8e-7, 8e-7, 4e-10, 4e-10, 4e-10)
 
 
 class Words(nn.Module):

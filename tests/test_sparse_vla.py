@@ -14,7 +14,7 @@ import lf_comm
 from lf_meta.models import gr00t_vla
 from lf_meta.models.gr00t_vla_batch import random_batch
 
-RATES = lf_comm.Rates(1e-5, 8e-9, 8e-9, 8e-9, 4e-10, 4e-10, 4e-10)
+RATES = lf_comm.Rates(1e-5, 8e-7, 8e-7, 8e-7, 4e-10, 4e-10, 4e-10)
 
 
 def rank_of(rank: int, folder: str) -> None:
