@@ -2,6 +2,7 @@
 
 from lf_comm._ask import DisagreementError
 from lf_comm._buckets import Gradient, Profile, Wire
+from lf_comm._complete import UnusedParametersError
 from lf_comm._cut import SizeTimes
 from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
 from lf_comm._residuals import ResidualError
@@ -67,6 +68,7 @@ __all__ = [
     "SparseGradReducer",
     "SparseGradientReducer",
     "TopologyAwareRingBuilder",
+    "UnusedParametersError",
     "Wire",
     "accumulate",
     "accurate_all_reduce",

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lf_comm._complete import require_gradients
+
 
 class Behind:
     """Runs the sums of one hook: on the CPU in a thread, else at once in the current stream.
@@ -71,3 +73,9 @@ def own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:
     # None would be torch's default of minutes, and a lost peer would hold the thread for so long
     group: dist.ProcessGroup = dist.new_group(ranks, backend=backend, timeout=timeout)
     return group
+
+
+def register(ddp: DistributedDataParallel, state: object, hook: Callable[..., object]) -> None:
+    """Make `hook` that of `ddp`, and have parameters that a backward pass leaves out named."""
+    ddp.register_comm_hook(state, hook)
+    require_gradients(ddp)

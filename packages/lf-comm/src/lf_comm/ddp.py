@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._shards import ShardView, cut_shards, shards_of
-from lf_comm._worker import Behind, own_group
+from lf_comm._worker import Behind, own_group, register
 from lf_comm.cost import Rates
 from lf_comm.rows import MIN_BYTES, Decision, Item, RowReducer
 
@@ -65,7 +65,7 @@ class SparseGradReducer:
         Raises RuntimeError when `ddp` has a hook already.
         """
         reducer = cls(ddp.module, own_group(ddp), rates=rates, min_bytes=min_bytes, only=only)
-        ddp.register_comm_hook(reducer, hook)
+        register(ddp, reducer, hook)
         return reducer
 
     def apply(self, fsdp: nn.Module) -> None:

@@ -24,7 +24,7 @@ from lf_comm._channel import Channel
 from lf_comm._cut import SizeTimes, Timed, best_cut, by_size
 from lf_comm._oneshot import OneShotReducer
 from lf_comm._paths import dense
-from lf_comm._worker import Behind, own_group
+from lf_comm._worker import Behind, own_group, register
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.reduce import AccurateReducer
 from lf_comm.rows import LayoutError
@@ -98,7 +98,7 @@ class HybridComm:
     def attach(self, ddp: DistributedDataParallel) -> HybridReducer:
         """Register the hook; all ranks. RuntimeError when `ddp` has a hook already."""
         reducer = HybridReducer(ddp.module, own_group(ddp), self)
-        ddp.register_comm_hook(reducer, hybrid_hook)
+        register(ddp, reducer, hybrid_hook)
         return reducer
 
 

@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._channel import Channel
 from lf_comm._shards import shards_of
-from lf_comm._worker import Behind, own_group
+from lf_comm._worker import Behind, own_group, register
 from lf_comm.rows import Op
 
 Wire: TypeAlias = Literal["bfloat16", "float16"]
@@ -109,7 +109,7 @@ class AccurateReducer:
     def attach(cls, ddp: DistributedDataParallel, *, wire: Wire | None = None) -> AccurateReducer:
         """Make one for `ddp` and register its hook; all ranks. RuntimeError when `ddp` has a hook already."""
         reducer = cls(own_group(ddp), wire=wire)
-        ddp.register_comm_hook(reducer, accurate_hook)
+        register(ddp, reducer, accurate_hook)
         return reducer
 
     def apply(self, fsdp: nn.Module) -> None:

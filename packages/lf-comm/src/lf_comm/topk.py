@@ -25,7 +25,7 @@ from lf_comm._blocks import BLOCK, Choice, Cut, at_least_float32, choose, energi
 from lf_comm._channel import Channel
 from lf_comm._residuals import Residuals
 from lf_comm._shards import ShardError, ShardView, shards_of
-from lf_comm._worker import Behind, own_group
+from lf_comm._worker import Behind, own_group, register
 from lf_comm.rows import LayoutError
 
 
@@ -119,7 +119,7 @@ class SparseGradientReducer:
         """
         group = own_group(ddp)
         reducer = cls(ddp.module, sparsity_threshold, compression_ratio, error_feedback, group=group)
-        ddp.register_comm_hook(reducer, cls.hook)
+        register(ddp, reducer, cls.hook)
         return reducer
 
     @staticmethod
