@@ -48,6 +48,7 @@ PARALLEL = {
     "lf-format": ["-n", "2"],
     "lf-iouring": ["-n", "2"],
     "lf-graph": ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
+    "lf-comm": ["-n", "2", "--dist", "loadfile"],
     "lf-ckpt": ["-n", "2", "--dist", "loadfile"],
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
 }
