@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import atexit
 import queue
 import threading
+import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +17,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._complete import require_gradients
 
+EXIT_PATIENCE_S = 5.0  # for threads that a peer which is gone keeps waiting
+
 
 class Behind:
     """Runs the sums of one hook: on the CPU in a thread, else at once in the current stream.
@@ -22,7 +27,7 @@ class Behind:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None]] | None = None
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] | None = None
         self.summing: int | None = None  # the bucket that is being summed, or at which it failed
 
     def run(
@@ -46,17 +51,42 @@ class Behind:
             job()
         return future
 
-    def _thread(self) -> queue.SimpleQueue[Callable[[], None]]:
+    def _thread(self) -> queue.SimpleQueue[Callable[[], None] | None]:
         if self._jobs is None:
-            self._jobs = queue.SimpleQueue()
+            jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
             # A daemon, since a peer that is gone can keep it waiting until the group's timeout.
-            threading.Thread(target=_serve, args=(self._jobs,), name="lf-comm", daemon=True).start()
+            thread = threading.Thread(target=_serve, args=(jobs,), name="lf-comm", daemon=True)
+            at_exit(thread, lambda: jobs.put(None))
+            thread.start()
+            self._jobs = jobs
         return self._jobs
 
 
-def _serve(jobs: queue.SimpleQueue[Callable[[], None]]) -> None:
-    while True:
-        jobs.get()()
+def _serve(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
+    while (job := jobs.get()) is not None:
+        job()
+
+
+_to_end: weakref.WeakKeyDictionary[threading.Thread, Callable[[], None]] = weakref.WeakKeyDictionary()
+
+
+def at_exit(thread: threading.Thread, end: Callable[[], None]) -> None:
+    """Call `end` and wait a while for `thread` when the interpreter exits.
+
+    A daemon that comes back from C++ after that is ended in the middle of it, which aborts the process.
+    """
+    _to_end[thread] = end
+
+
+@atexit.register
+def _end_threads() -> None:
+    left = list(_to_end.items())
+    for _, end in left:
+        end()
+    deadline = time.monotonic() + EXIT_PATIENCE_S
+    for thread, _ in left:
+        if thread.is_alive():
+            thread.join(max(0.0, deadline - time.monotonic()))
 
 
 def own_group(ddp: DistributedDataParallel) -> dist.ProcessGroup:

@@ -24,6 +24,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf_comm._worker import at_exit
+
 _PREFIX = "lf_comm/beat"
 
 
@@ -88,6 +90,7 @@ class PeerWatch:
         self._closed = threading.Event()
         self._store.set(self._key(self._rank), "0")
         self._thread = threading.Thread(target=self._run, name="lf-comm-watch", daemon=True)
+        at_exit(self._thread, self._closed.set)
         self._thread.start()
 
     def ages(self) -> dict[int, float]:
