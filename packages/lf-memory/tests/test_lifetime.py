@@ -3,12 +3,13 @@
 import ctypes
 import faulthandler
 import gc
+import itertools
 import signal
 
 import numpy as np
 import pytest
 
-from lf_memory import HostPool, PoolError
+from lf_memory import HostPool, PoolError, _region
 
 
 def make(slots=4, slot_bytes=10_000, **kw):
@@ -173,3 +174,28 @@ def test_reaching_out_of_the_pool_is_a_fault_and_no_silent_damage(in_fork, share
         ctypes.memset(address, 1, 1)
 
     assert in_fork(child) == -signal.SIGSEGV
+
+
+@pytest.mark.parametrize("size", [4096, 3 * 4096 + 1, 2 << 20, (4 << 20) + 4096])
+def test_each_byte_is_unmapped_once(monkeypatch, size):
+    """What one call has freed may be another thread's memory by the next call."""
+    libc, freed = _region._libc, []
+
+    class Spy:
+        def __getattr__(self, name):
+            return getattr(libc, name)
+
+        def munmap(self, start, nbytes):
+            freed.append((start, start + nbytes))
+            return libc.munmap(start, nbytes)
+
+    monkeypatch.setattr(_region, "_libc", Spy())
+    region = _region.Region(None, size)
+    start, end = region.address, region.address + size
+    del region
+    gc.collect()
+
+    freed.sort()
+    assert all(before[1] == behind[0] for before, behind in itertools.pairwise(freed))
+    assert freed[0][0] < start
+    assert freed[-1][1] > end

@@ -31,10 +31,8 @@ from lf_comm.rows import LayoutError
 from lf_comm.topk import SparseGradientReducer
 
 Way: TypeAlias = Literal["dense", "accurate", "rows", "topk", "oneshot"]
-_WARM, _ROUNDS = (
-    2,
-    8,
-)  # steps that try ways: DDP makes new buckets after the first, and rows measures its rates in it
+# Steps that try ways. DDP makes new buckets after the first, and rows measures its rates in it.
+_WARM, _ROUNDS = 2, 8
 
 
 class BucketReducer(Protocol):

@@ -49,6 +49,11 @@ class _Mapping:
     reserved: int
     base: int
 
+    def parts(self) -> list[tuple[int, int]]:
+        """(start, end) of the pages before it, of itself (hugetlb has a granularity of its own), and behind it."""
+        end = self.address + round_up(self.size, PAGE)
+        return [(self.base, self.address), (self.address, end), (end, self.base + self.reserved)]
+
 
 def round_up(value: int, unit: int) -> int:
     """Smallest multiple of `unit` that is >= `value`."""
@@ -87,9 +92,9 @@ def _drop(fd: int | None, mapping: _Mapping, locked: dict[int, Callable[[], None
     with contextlib.ExitStack() as steps:  # last first, and each even if one before it fails
         if fd is not None:
             steps.callback(os.close, fd)
-        steps.callback(_libc.munmap, mapping.base, mapping.reserved)
-        # A hugetlb part must be unmapped at its own (2 MiB) granularity, before the reservation around it.
-        steps.callback(_libc.munmap, mapping.address, mapping.size)
+        # Each byte once: where it is free, another thread may have mapped something of its own by the next call.
+        for start, end in mapping.parts():
+            steps.callback(_libc.munmap, start, end - start)
         for unlock in locked.values():
             steps.callback(unlock)
 

@@ -144,5 +144,6 @@ def test_nothing_grows_over_many_steps():
     model, x = stack(), torch.ones(8, WIDTH)
     handle = release(model, AdamW(model.parameters(), foreach=False), "fused")
     warm(handle.step, model, x)
-    peaks = {backward_and_step(handle.step, model, x) for _ in range(5)}
-    assert max(peaks) - min(peaks) <= 4096
+    peaks = [backward_and_step(handle.step, model, x) for _ in range(8)]
+    # torch's profiler adds a few KiB to some; what grew would be in all that follow
+    assert min(peaks[4:]) <= max(peaks[:4])
