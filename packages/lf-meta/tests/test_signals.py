@@ -18,10 +18,13 @@ with StopSignal() as stop:
 """
 
 
+HEARD = "import signal\nfor s in (signal.SIGHUP, signal.SIGINT, signal.SIGTERM): signal.signal(s, signal.SIG_DFL)\n"
+
+
 def _start(body: str) -> "subprocess.Popen[str]":
-    process = subprocess.Popen(
-        [sys.executable, "-c", PROGRAM.format(body=body)], stdout=subprocess.PIPE, text=True
-    )
+    # the tests themselves may run behind nohup, or in the background of a shell
+    program = HEARD + "signal.signal(signal.SIGINT, signal.default_int_handler)\n" + PROGRAM.format(body=body)
+    process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     assert process.stdout.readline() == "ready\n"
     return process
