@@ -36,11 +36,13 @@ def serve(connection: Connection) -> None:
             patience = datetime.timedelta(seconds=30)
             dist.init_process_group("gloo", f"file://{store}", rank=rank, world_size=world, timeout=patience)
             try:
+                dist.barrier()  # a rank that left at once would close what others are still connecting to
                 answer = (fn(rank, **arguments), "")
             finally:
                 dist.destroy_process_group()
         except BaseException:
             answer = (None, traceback.format_exc())
+            dist.distributed_c10d._world.group_count = 0  # a failed start would name the next group otherwise
         connection.send(answer)
 
 
