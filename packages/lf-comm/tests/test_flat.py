@@ -52,5 +52,9 @@ def test_what_cannot_be_meant_is_refused() -> None:
         BufferReducer(only="tabel").bind(views)
     with pytest.raises(TypeError, match="table: its gradient is not contiguous"):
         BufferReducer().bind({"table": views["table"].t()})
+    reducer = BufferReducer()
+    reducer.bind({**views, "elsewhere": torch.zeros(4, 4)})
+    with pytest.raises(ValueError, match="elsewhere: its gradient lies in none of the buffers"):
+        reducer(buffers)
     with pytest.raises(ValueError, match="bucket_bytes=0"):
         BufferReducer(bucket_bytes=0)

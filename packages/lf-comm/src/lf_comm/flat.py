@@ -74,12 +74,17 @@ class BufferReducer:
     def __call__(self, buffers: Sequence[Tensor], totals: Tensor | None = None) -> None:
         """Sum over ranks in place: buffers [n] of any dtypes, and with them totals (such as loss sum and count).
 
-        Every rank calls it equally often with equal buffers. Raises RuntimeError before :meth:`bind`, and
-        DisagreementError on all ranks where their buffers or names differ.
+        Every rank calls it equally often with equal buffers. Raises RuntimeError before :meth:`bind`, ValueError for a
+        bound gradient that lies in none of them, and DisagreementError on all ranks where buffers or names differ.
         """
         if not self._gradients and self._only is None and any(b.numel() for b in buffers):
             raise RuntimeError(
                 "BufferReducer: call bind(gradients by name) first, as lf_graph.TrainStep does"
+            )
+        held = {b.untyped_storage().data_ptr() for b in buffers}
+        if lost := [n for n, g in self._gradients.items() if g.untyped_storage().data_ptr() not in held]:
+            raise ValueError(
+                f"{lost[0]}: its gradient lies in none of the buffers, so it would not be summed"
             )
         if self._rows is None:
             self._rows = RowReducer(self._group, rates=self._rates, min_bytes=self._min_bytes)
@@ -87,9 +92,7 @@ class BufferReducer:
         if rows.channel.size == 1:
             return
         self._agree(buffers, rows)
-        held = {b.untyped_storage().data_ptr() for b in buffers}
-        names = [n for n, g in self._gradients.items() if g.untyped_storage().data_ptr() in held]
-        sums = rows.prepare([Item(self._gradients[n], n) for n in names])
+        sums = rows.prepare([Item(g, n) for n, g in self._gradients.items()])
         for buffer in buffers:
             base = buffer.untyped_storage().data_ptr()
             apart = [one.item.tensor for one in sums if one.path != "dense"]
@@ -99,7 +102,7 @@ class BufferReducer:
                     rows.channel.all_reduce(part)
         if totals is not None:
             rows.channel.all_reduce(totals)
-        for name, one in zip(names, sums, strict=True):
+        for name, one in zip(self._gradients, sums, strict=True):
             if one.path != "dense":
                 self._decisions[name] = rows.run(one, "sum").decision
             else:
