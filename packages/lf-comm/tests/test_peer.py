@@ -152,7 +152,9 @@ def test_any_other_table_is_a_value_error_or_lies_within(text: str) -> None:
         return
     memory = torch.zeros(256, dtype=torch.uint8)
     for one in found:
-        _sealed.view(memory, one)
+        seen = _sealed.view(memory, one)
+        assert one.offset >= 0
+        assert one.offset + seen.nbytes <= memory.nbytes
 
 
 def test_errors_travel_between_processes() -> None:
