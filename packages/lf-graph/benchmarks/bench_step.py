@@ -42,7 +42,9 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     p.add_argument(
         "--rows", default="stock,ours", help="stock, ours, peers.tune_stock: modules with rows(workload)"
     )
-    p.add_argument("--match", default="", help="only rows whose workload|batch|name contains one of a,b,...")
+    p.add_argument(
+        "--match", default="", help="only rows whose workload|batch|name contains one of a,b,...; a&c: both"
+    )
     p.add_argument("--only", default="", help="only the row of exactly this workload|batch|name")
     p.add_argument("--processes", type=int, default=1, help="plain rows: median over this many processes")
     p.add_argument("--isolate", action="store_true", help="every row in a process of its own")
@@ -95,8 +97,8 @@ def chosen_rows(modules: Iterable[str], selected: list[Workload], args: argparse
     found = [row for name in modules for workload in selected for row in rows_from(name, workload)]
     if args.only:
         found = [r for r in found if r.key == args.only]
-    patterns = [p for p in args.match.split(",") if p]
-    return by_urgency(r for r in found if not patterns or any(p in r.key for p in patterns))
+    patterns = [p.split("&") for p in args.match.split(",") if p]
+    return by_urgency(r for r in found if not patterns or any(all(q in r.key for q in p) for p in patterns))
 
 
 def repeats(row: Row, args: argparse.Namespace) -> int:
