@@ -19,7 +19,7 @@ from pathlib import Path
 import nox
 
 ROOT = Path(__file__).parent
-PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-comm", "lf-ckpt", "lf-meta"]
+PACKAGES = ["lf-format", "lf-memory", "lf-iouring", "lf-graph", "lf-comm", "lf-ckpt", "lf-hal", "lf-meta"]
 BASE = ["lf-format", "lf-memory", "lf-iouring"]  # usable without torch, and tested without it
 DEV = ["pytest>=8", "pytest-timeout", "pytest-xdist", "hypothesis", "psutil"]
 # lf-graph's check, partition and recipes are tested on its models, and gr00t_n16_vla against its blocks
@@ -50,6 +50,7 @@ PARALLEL = {
     "lf-graph": ["-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"],
     "lf-comm": ["-n", "2", "--dist", "loadfile"],
     "lf-ckpt": ["-n", "2", "--dist", "loadfile"],
+    "lf-hal": ["-n", "2", "--dist", "loadfile"],
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
 }
 
