@@ -3,6 +3,7 @@
     python curves.py --json curves.json --budget-s 300
     python curves.py --tiny --steps 5 --seeds 2               # on a CPU
     python curves.py --show one.json,two.json                 # the verdicts on the curves of several runs
+    python curves.py --workloads vla --show one.json          # on some of them
 
 Every row trains from the same weights on the same cycle of batches, fed into fixed addresses, with dropout from the
 same seed. Eager's own spread is the largest distance between any two eager curves of a seed, which compute the same in
@@ -16,6 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -242,8 +244,8 @@ def document(curves: list[Curve], device: torch.device, args: argparse.Namespace
     }
 
 
-def shown(paths: Iterable[Path]) -> str:
-    """The verdicts on the curves of several runs.
+def shown(paths: Iterable[Path], workloads: Sequence[str] = ("vla", "lm", "moe")) -> str:
+    """The verdicts on the curves of several runs, of these classes of workloads.
 
     Raises:
         ValueError: two runs have the same curve, and its losses differ in a bit: then they cannot be mixed.
@@ -253,6 +255,8 @@ def shown(paths: Iterable[Path]) -> str:
         for fields in json.loads(path.read_text())["curves"]:
             c = Curve(**fields | {"losses": tuple(fields["losses"])})
             key = (c.workload, c.row, c.source, c.seed)
+            if re.split(r"[-/]", c.workload)[0] not in workloads:
+                continue
             if known.setdefault(key, c).losses != c.losses:
                 raise ValueError(f"{path}: {key} has other losses than an earlier run")
     return table(verdicts(known.values()))
@@ -297,7 +301,7 @@ def main(argv: list[str] | None = None) -> None:
     """Train, compare, print."""
     args = arguments(argv)
     if args.show:
-        print(shown(map(Path, args.show.split(","))))
+        print(shown(map(Path, args.show.split(",")), args.workloads.split(",")))
         return
     if not (torch.cuda.is_available() or args.tiny):
         print("curves needs a CUDA GPU; --tiny runs what a CPU can")

@@ -55,6 +55,13 @@ def test_the_pieces_are_those_of_the_committed_run(bench: Any) -> None:
     assert said in TEXT
 
 
+def test_the_lengths_are_those_of_the_committed_run(bench: Any) -> None:
+    lengths = importlib.import_module("bench_lengths")
+    (shown,) = re.findall(r"\((results/lengths\S+json)\)", TEXT)
+
+    assert lengths.table(json.loads((BENCHMARKS / shown).read_text())["rows"]) in TEXT
+
+
 def test_the_sweep_is_that_of_the_committed_run(bench: Any) -> None:
     sweep = importlib.import_module("sweep")
     rows = json.loads((BENCHMARKS / "results/sweep_h200_2026-12-01.json").read_text())["rows"]
@@ -74,12 +81,14 @@ def test_times_beside_the_tables_are_those_of_the_committed_run() -> None:
 
 
 def test_the_curves_are_those_of_the_committed_runs(bench: Any) -> None:
-    (files,) = re.findall(r"curves\.py --show (\S+)\n", TEXT)
+    commands = re.findall(r"curves\.py --workloads (\S+) --show (\S+)\n", TEXT)
+    assert sorted(w for names, _ in commands for w in names.split(",")) == ["lm", "moe", "vla"]
 
-    shown = bench.curves.shown(BENCHMARKS / name for name in files.split(","))
+    for names, files in commands:
+        shown = bench.curves.shown((BENCHMARKS / f for f in files.split(",")), names.split(","))
 
-    assert shown in TEXT
-    assert "| no |" not in shown
+        assert shown in TEXT
+        assert "| no |" not in shown
 
 
 def test_every_named_file_is_there() -> None:
