@@ -1,6 +1,7 @@
 """One model on many machines: what devices are there, and a compiler to C with the same bits on all of them."""
 
 from lf_hal.errors import HalError
+from lf_hal.evidence import CAPABILITIES, Capability, Evidence
 
-__all__ = ["HalError"]
+__all__ = ["CAPABILITIES", "Capability", "Evidence", "HalError"]
 __version__ = "0.1.0"

@@ -1,0 +1,53 @@
+"""How far a capability has been proved, and the table of what lf-hal claims.
+
+A claim is never stronger than the way it was tested: an emulator proves the arithmetic of an instruction set and says
+nothing of speed, and a contract test of a simulated device proves our side of the contract only.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+__all__ = ["CAPABILITIES", "MEANING", "Capability", "Evidence", "capability"]
+
+
+class Evidence(StrEnum):
+    """The way in which a capability was tested, from the strongest down."""
+
+    VERIFIED = "verified"
+    EMULATED = "emulated"
+    CONTRACT_ONLY = "contract-only"
+    NEEDS_GPU = "needs a GPU"
+
+
+MEANING = {
+    Evidence.VERIFIED: "tests run it on real hardware of this kind",
+    Evidence.EMULATED: "tests run it under qemu-user: results are proved, speed and the chip's errata are not",
+    Evidence.CONTRACT_ONLY: "tests run our side against a simulation or samples; the vendor's side was never here",
+    Evidence.NEEDS_GPU: "tests marked gpu run it on a CUDA device; skipped where there is none",
+}
+
+
+@dataclass(frozen=True)
+class Capability:
+    """One thing that lf-hal can do, how far that is proved, and what the proof leaves open."""
+
+    name: str
+    what: str
+    evidence: Evidence
+    limit: str = ""
+
+
+# Rows are "area.subject"; add a row with the feature that it speaks of.
+CAPABILITIES: tuple[Capability, ...] = (
+    Capability("evidence.table", "every capability is listed with its evidence level", Evidence.VERIFIED),
+)
+
+
+def capability(name: str) -> Capability:
+    """The row called `name`; KeyError names those there are."""
+    for row in CAPABILITIES:
+        if row.name == name:
+            return row
+    raise KeyError(f"no capability {name!r}; there are {', '.join(row.name for row in CAPABILITIES)}")
