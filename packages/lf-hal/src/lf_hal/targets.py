@@ -1,0 +1,207 @@
+"""The machines that models are compiled for: compiler flags, emulators, and what may stand in their code.
+
+A target names an instruction set, never a chip. Results are the same bits on all of them (ORDER.md), so the
+choice is one of speed alone. ``native`` is no entry of the table: it is the best entry this machine can run.
+"""
+
+from __future__ import annotations
+
+import platform
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+from lf_hal.errors import UnknownSwitchError, UnknownTargetError, WrongTargetError
+
+__all__ = ["SWITCHES", "TARGETS", "Switch", "Target", "check_switches", "missing_features", "resolve_target"]
+
+
+@dataclass(frozen=True)
+class Target:
+    """One instruction set.
+
+    ``flags`` go to gcc and clang alike when kernels and graphs are compiled; ``zig_only`` are flags that only
+    clang needs. ``features`` are the words of /proc/cpuinfo that a machine of this architecture must show.
+    ``expected`` and ``forbidden`` are regular expressions over the mnemonics of a disassembly.
+    """
+
+    name: str
+    machine: str
+    zig_triple: str
+    flags: tuple[str, ...] = ()
+    zig_only: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
+    emulator: tuple[str, ...] = ()
+    expected: str | None = None
+    forbidden: str | None = None
+    evidence: str = "emulated"
+
+
+# Never contract, never -ffast-math: the bits are the contract (ORDER.md). -fno-math-errno only drops the errno
+# of sqrt, so that it becomes one instruction.
+COMMON_FLAGS = (
+    "-std=gnu11",
+    "-O3",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-strict-aliasing",
+    "-fPIC",
+    "-Wall",
+)
+
+_X86_FEATURES_AVX2 = ("avx2", "fma", "f16c")
+_X86_FEATURES_AVX512 = (*_X86_FEATURES_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_LOONGARCH_QEMU = ("qemu-loongarch64", "-cpu", "la464")
+
+_ALL = (
+    Target(
+        name="x86-64-sse2",
+        machine="x86_64",
+        zig_triple="x86_64-linux-musl",
+        flags=("-march=x86-64", "-mtune=generic"),
+        zig_only=(),
+        emulator=("qemu-x86_64",),
+        forbidden=r"\bv(?:f?n?m(?:add|sub)|mul|add)\w*|%[yz]mm",
+        evidence="verified",
+    ),
+    Target(
+        name="x86-64-avx2",
+        machine="x86_64",
+        zig_triple="x86_64-linux-musl",
+        flags=("-march=x86-64-v3", "-mtune=generic"),
+        features=_X86_FEATURES_AVX2,
+        emulator=("qemu-x86_64", "-cpu", "max"),
+        expected=r"\bvfn?madd\w*ps\b.*%ymm",
+        forbidden=r"%zmm",
+        evidence="verified",
+    ),
+    Target(
+        name="x86-64-avx512",
+        machine="x86_64",
+        zig_triple="x86_64-linux-musl",
+        flags=("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512"),
+        features=_X86_FEATURES_AVX512,
+        expected=r"\bvfn?madd\w*ps\b.*%zmm",
+        evidence="verified",
+    ),
+    Target(
+        name="aarch64-neon",
+        machine="aarch64",
+        zig_triple="aarch64-linux-musl",
+        emulator=("qemu-aarch64",),
+        expected=r"\bfmla\b",
+    ),
+    Target(
+        name="riscv64",
+        machine="riscv64",
+        zig_triple="riscv64-linux-musl",
+        emulator=("qemu-riscv64",),
+        expected=r"\bfmadd\.s\b",
+    ),
+    Target(
+        name="loongarch64-scalar",
+        machine="loongarch64",
+        zig_triple="loongarch64-linux-musl",
+        zig_only=("-mno-lsx",),  # zig's baseline of this machine has LSX
+        emulator=_LOONGARCH_QEMU,
+        expected=r"\bfmadd\.s\b",
+        forbidden=r"\b(?:x?vf|x?vld|x?vst)\w*",
+    ),
+    Target(
+        name="loongarch64-lsx",
+        machine="loongarch64",
+        zig_triple="loongarch64-linux-musl",
+        flags=("-mlsx",),
+        features=("lsx",),
+        emulator=_LOONGARCH_QEMU,
+        expected=r"\bvfmadd\.s\b",
+        forbidden=r"\bxvf\w*",
+    ),
+    Target(
+        name="loongarch64-lasx",
+        machine="loongarch64",
+        zig_triple="loongarch64-linux-musl",
+        flags=("-mlasx",),
+        features=("lasx",),
+        emulator=_LOONGARCH_QEMU,
+        expected=r"\bxvfmadd\.s\b",
+    ),
+)
+
+TARGETS: dict[str, Target] = {t.name: t for t in _ALL}
+
+
+@dataclass(frozen=True)
+class Switch:
+    """A compiler switch by its command-line name; ``machines`` empty means that it is for all."""
+
+    name: str
+    meaning: str
+    machines: tuple[str, ...] = ()
+
+
+SWITCHES: dict[str, Switch] = {
+    s.name: s
+    for s in (
+        Switch(
+            "enable-vma-fusion", "fuse a multiply and an add into one operation over memory (on by default)"
+        ),
+        Switch("disable-vma", "keep a multiply and an add apart"),
+        Switch(
+            "enable-loongarch-optimization",
+            "use the widest vectors that the LoongArch target has (on by default there)",
+            ("loongarch64",),
+        ),
+    )
+}
+
+
+def check_switches(target: Target, switches: Iterable[str]) -> frozenset[str]:
+    """The switches, without leading dashes; refuses unknown ones, and those of other machines than the target."""
+    names = frozenset(s.removeprefix("--") for s in switches)
+    for name in sorted(names):
+        if name not in SWITCHES:
+            raise UnknownSwitchError(name, sorted(SWITCHES))
+        machines = SWITCHES[name].machines
+        if machines and target.machine not in machines:
+            allowed = [t.name for t in TARGETS.values() if t.machine in machines]
+            raise WrongTargetError(name, target.name, allowed)
+    return names
+
+
+@cache
+def _cpu_features() -> frozenset[str]:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        return frozenset()
+    words: set[str] = set()
+    for line in lines:
+        key, _, value = line.partition(":")
+        if key.strip().lower() in ("flags", "features"):
+            words.update(value.split())
+    return frozenset(words)
+
+
+def missing_features(target: Target) -> tuple[str, ...]:
+    """What this machine lacks to run ``target`` itself; empty if it can."""
+    if platform.machine() != target.machine:
+        return (f"a {target.machine} processor",)
+    present = _cpu_features()
+    return tuple(f for f in target.features if f not in present)
+
+
+def resolve_target(name: str) -> Target:
+    """The target of that name; ``native`` is the last entry of the table that this machine can run.
+
+    Raises :class:`UnknownTargetError` for other names, and for ``native`` on a machine that has no entry.
+    """
+    if name == "native":
+        able = [t for t in TARGETS.values() if not missing_features(t)]
+        if able:
+            return able[-1]
+        raise UnknownTargetError(f"native ({platform.machine()})", sorted(TARGETS))
+    if name not in TARGETS:
+        raise UnknownTargetError(name, sorted(TARGETS))
+    return TARGETS[name]
