@@ -13,6 +13,7 @@ from functools import cache
 from pathlib import Path
 
 from lf_hal.errors import UnknownSwitchError, UnknownTargetError, WrongTargetError
+from lf_hal.evidence import Evidence
 
 __all__ = ["SWITCHES", "TARGETS", "Switch", "Target", "check_switches", "missing_features", "resolve_target"]
 
@@ -35,7 +36,7 @@ class Target:
     emulator: tuple[str, ...] = ()
     expected: str | None = None
     forbidden: str | None = None
-    evidence: str = "emulated"
+    evidence: Evidence = Evidence.EMULATED
 
 
 # Never contract, never -ffast-math: the bits are the contract (ORDER.md). -fno-math-errno only drops the errno
@@ -63,7 +64,7 @@ _ALL = (
         zig_only=(),
         emulator=("qemu-x86_64",),
         forbidden=r"\bv(?:f?n?m(?:add|sub)|mul|add)\w*|%[yz]mm",
-        evidence="verified",
+        evidence=Evidence.VERIFIED,
     ),
     Target(
         name="x86-64-avx2",
@@ -74,7 +75,7 @@ _ALL = (
         emulator=("qemu-x86_64", "-cpu", "max"),
         expected=r"\bvfn?madd\w*ps\b.*%ymm",
         forbidden=r"%zmm",
-        evidence="verified",
+        evidence=Evidence.VERIFIED,
     ),
     Target(
         name="x86-64-avx512",
@@ -83,7 +84,7 @@ _ALL = (
         flags=("-march=x86-64-v4", "-mtune=generic", "-mprefer-vector-width=512"),
         features=_X86_FEATURES_AVX512,
         expected=r"\bvfn?madd\w*ps\b.*%zmm",
-        evidence="verified",
+        evidence=Evidence.VERIFIED,
     ),
     Target(
         name="aarch64-neon",
