@@ -83,7 +83,7 @@ MANY = 1 << 20
 
 @dataclass(frozen=True)
 class AttrSpec:
-    """``type`` is one of int, float, number, bool, str, ints, pair, scale; ``choices`` limits a str.
+    """``type`` is one of int, float, number (either), bool, str, ints, pair; ``choices`` limits a str.
 
     An attribute without ``default`` must be given, unless it is ``optional`` and may be absent.
     """
@@ -206,21 +206,23 @@ def _fits(value: object, spec: AttrSpec) -> bool:
         return isinstance(value, bool)
     if spec.type == "int":
         return _is_int(value)
-    return isinstance(value, float) or (spec.type == "number" and _is_int(value))
+    if isinstance(value, float):
+        return value == value
+    return spec.type == "number" and _is_int(value)
 
 
-def _checked(kind: str, attrs: Mapping[str, Attr]) -> dict[str, Any]:
-    specs = OPS[kind].attrs
+def _checked(spec: OpSpec, kind: str, attrs: Mapping[str, Attr]) -> dict[str, Any]:
+    specs = spec.attrs
     unknown = sorted(set(attrs) - set(specs))
     if unknown:
         raise OpRuleError(kind, f"no attribute {unknown[0]!r}; it has {', '.join(specs) or 'none'}")
-    for name, spec in specs.items():
+    for name, wanted in specs.items():
         if name not in attrs:
-            if not spec.optional:
+            if not wanted.optional:
                 raise OpRuleError(kind, f"attribute {name} is missing")
-        elif not _fits(attrs[name], spec):
-            wanted = " or ".join(map(repr, spec.choices)) or spec.type
-            raise OpRuleError(kind, f"attribute {name} is {attrs[name]!r}; it must be {wanted}")
+        elif not _fits(attrs[name], wanted):
+            allowed = " or ".join(map(repr, wanted.choices)) or wanted.type
+            raise OpRuleError(kind, f"attribute {name} is {attrs[name]!r}; it must be {allowed}")
     return dict(attrs)
 
 
@@ -232,10 +234,14 @@ def infer(kind: str, types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> 
     """
     if kind not in OPS:
         raise OpRuleError(kind, "no such op kind; lf_hal.lir.OPS lists them")
-    spec = OPS[kind]
+    return infer_with(OPS[kind], kind, types, attrs)
+
+
+def infer_with(spec: OpSpec, kind: str, types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    """As :func:`infer`, for a kind of any table."""
     if not spec.least <= len(types) <= spec.most:
         raise OpRuleError(kind, f"{len(types)} inputs; it takes {spec.least} to {spec.most}")
-    given = _checked(kind, attrs)
+    given = _checked(spec, kind, attrs)
     try:
         return spec.rule(types, given)
     except _rules.RuleError as e:

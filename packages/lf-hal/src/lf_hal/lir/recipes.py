@@ -1,0 +1,92 @@
+"""Weights derived from weights: what each recipe kind computes, bit for bit.
+
+All arithmetic is float64, operation by operation as written, each rounded to nearest even; the result is rounded to
+float32 once. Only + - * / and square root occur, so every machine gives the same bits.
+
+    batch_norm_scale(weight[C], var[C]; eps)               weight / sqrt(var + eps)
+    batch_norm_shift(bias[C], mean[C], scale[C])           bias - mean * scale
+    scale_rows(w[O,...], scale[O])                         w[o] * scale[o]
+    scale_shift(bias[O], scale[O], shift[O])               bias * scale + shift
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lf_hal.lir import _rules
+from lf_hal.lir.errors import OpRuleError
+from lf_hal.lir.graph import Attr, Graph, Recipe, TensorType, Value, freeze
+from lf_hal.lir.ops import AttrSpec, OpSpec, infer_with
+
+__all__ = ["RECIPES", "apply_recipes", "infer_recipe", "make_recipe"]
+
+Array = NDArray[np.float64]
+
+
+def _vectors(types: Sequence[TensorType], a: dict[str, Any]) -> TensorType:
+    first = types[0]
+    _rules.need(first.dtype == "f32", f"{first} must be f32")
+    _rules.same_dtype(types)
+    for t in types:
+        _rules.ranked(t, 1, "an input")
+        _rules.shaped(t, first.shape, "an input")
+    return first
+
+
+def _rows(types: Sequence[TensorType], a: dict[str, Any]) -> TensorType:
+    w, scale = types
+    _rules.need(w.dtype == "f32", f"{w} must be f32")
+    _rules.same_dtype(types)
+    _rules.need(len(w.shape) >= 1, "w is a scalar")
+    _rules.shaped(scale, (w.shape[0],), "scale")
+    return w
+
+
+RECIPES: dict[str, OpSpec] = {
+    "batch_norm_scale": OpSpec(2, 2, _vectors, {"eps": AttrSpec("float")}),
+    "batch_norm_shift": OpSpec(3, 3, _vectors),
+    "scale_rows": OpSpec(2, 2, _rows),
+    "scale_shift": OpSpec(3, 3, _vectors),
+}
+
+_COMPUTE: dict[str, Callable[[Recipe, Sequence[Array]], Array]] = {
+    "batch_norm_scale": lambda r, x: x[0] / np.sqrt(x[1] + r.get_float("eps")),
+    "batch_norm_shift": lambda r, x: x[0] - x[1] * x[2],
+    "scale_rows": lambda r, x: x[0] * x[1].reshape(-1, *[1] * (x[0].ndim - 1)),
+    "scale_shift": lambda r, x: x[0] * x[1] + x[2],
+}
+
+
+def infer_recipe(kind: str, types: Sequence[TensorType], attrs: Mapping[str, Attr]) -> TensorType:
+    """Type of a recipe's output.
+
+    Raises:
+        OpRuleError: no such kind, or inputs or attributes that it does not allow.
+    """
+    if kind not in RECIPES:
+        raise OpRuleError(kind, f"no such recipe; there are {', '.join(RECIPES)}")
+    return infer_with(RECIPES[kind], kind, types, attrs)
+
+
+def make_recipe(kind: str, name: str, inputs: Sequence[Value], **attrs: Attr) -> Recipe:
+    """A recipe whose output ``name`` has the type that the rule gives; raises as :func:`infer_recipe`."""
+    output = Value(name, infer_recipe(kind, [v.type for v in inputs], attrs))
+    return Recipe(kind, tuple(v.name for v in inputs), output, freeze(attrs))
+
+
+def apply_recipes(graph: Graph, weights: Mapping[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+    """``weights`` and what the graph's recipes derive from them, float32 each, by name.
+
+    Args:
+        weights: arrays by the names of ``graph.weights``; others may be there too, and are kept.
+    """
+    known: dict[str, NDArray[Any]] = dict(weights)
+    for recipe in graph.recipes:
+        inputs = [np.asarray(known[name], np.float64) for name in recipe.inputs]
+        with np.errstate(all="ignore"):
+            known[recipe.output.name] = _COMPUTE[recipe.kind](recipe, inputs).astype(np.float32)
+    return known
