@@ -115,7 +115,7 @@ class InputError(HalError):
 
 
 class ArtifactError(HalError):
-    """A file of an artefact is absent, cut or changed. Attributes: ``path``, ``offset`` (bytes), ``expected``, ``found``."""
+    """A file of an artefact is absent, cut or changed. Attributes: ``path``, ``offset``, ``expected``, ``found``."""
 
     def __init__(
         self, path: Path, reason: str, *, offset: int | None = None, expected: str = "", found: str = ""
