@@ -2,7 +2,27 @@
 
 from lf_hal.errors import HalError
 from lf_hal.evidence import CAPABILITIES, Capability, Evidence
+from lf_hal.probe import Choice, Probe, State, choose, probe, require
+from lf_hal.spec import DeviceSpec
+from lf_hal.spec import spec as device_spec
 from lf_hal.targets import TARGETS, Target, resolve_target
 
-__all__ = ["CAPABILITIES", "TARGETS", "Capability", "Evidence", "HalError", "Target", "resolve_target"]
+__all__ = [
+    "CAPABILITIES",
+    "TARGETS",
+    "Capability",
+    "Choice",
+    "DeviceSpec",
+    "Evidence",
+    "HalError",
+    "Probe",
+    "State",
+    "Target",
+    "choose",
+    "device_spec",
+    "probe",
+    "require",
+    "resolve_target",
+]
+
 __version__ = "0.1.0"

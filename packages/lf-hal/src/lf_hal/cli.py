@@ -24,6 +24,10 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("probe", "which devices can be used here, and why the others cannot", "lf_hal.commands.probe"),
+    Command(
+        "spec", "vector width, caches and on-chip memory of a device, with sources", "lf_hal.commands.spec"
+    ),
     Command("evidence", "what lf-hal claims, and how far each claim is proved", "lf_hal.commands.evidence"),
 )
 

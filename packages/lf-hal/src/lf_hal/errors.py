@@ -6,13 +6,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 __all__ = [
+    "AffinityError",
     "ArtifactError",
     "CompilerFailedError",
     "CompilerMissingError",
+    "ConsistencyError",
+    "DeviceIndexError",
+    "DeviceNameError",
+    "DeviceUnavailableError",
     "EmulatorMissingError",
+    "FpStateError",
     "HalError",
     "InputError",
     "RunFailedError",
+    "SpecError",
     "UnknownSwitchError",
     "UnknownTargetError",
     "UnsupportedOpError",
@@ -132,3 +139,59 @@ class RunFailedError(HalError):
     def __init__(self, command: Sequence[str], returncode: int, output: str) -> None:
         self.command, self.returncode, self.output = tuple(command), returncode, output
         super().__init__(f"{' '.join(command)} ended with status {returncode}: {output.strip()}")
+
+
+class SpecError(HalError):
+    """A device, or a field of one, that the tables do not know. `name` is what was asked for."""
+
+    def __init__(self, name: str, reason: str) -> None:
+        super().__init__(f"{name}: {reason}")
+        self.name, self.reason = name, reason
+
+
+class DeviceNameError(HalError, ValueError):
+    """A device was not named as "type:index" or by a torch.device. `given` is what came instead."""
+
+    def __init__(self, given: object, reason: str) -> None:
+        super().__init__(f"{given!r} names no device: {reason}")
+        self.given, self.reason = given, reason
+
+
+class DeviceUnavailableError(HalError):
+    """A device cannot be used, and nothing was used in its place. `causes` has one line per backend."""
+
+    def __init__(self, device: str, causes: Sequence[str], fix: str = "") -> None:
+        lines = [f"{device} cannot be used, and nothing is used in its place:"]
+        lines += [f"  {cause}" for cause in causes]
+        super().__init__("\n".join([*lines, *([f"  what to do: {fix}"] if fix else [])]))
+        self.device, self.causes, self.fix = device, tuple(causes), fix
+
+
+class DeviceIndexError(DeviceUnavailableError):
+    """The backend is ready and has no device of this index. `count` is how many it has."""
+
+    def __init__(self, device: str, count: int) -> None:
+        kind = device.partition(":")[0]
+        there = f"{kind}:0" if count == 1 else f"{kind}:0 to {kind}:{count - 1}"
+        super().__init__(device, [f"there is {there}" if count else f"there is no {kind} device"])
+        self.count = count
+
+
+class AffinityError(HalError, ValueError):
+    """A CPU list that cannot be read, or cannot be had here. `part` is the piece of `text` that is wrong."""
+
+    def __init__(self, text: str, part: str, reason: str) -> None:
+        super().__init__(f"LOONGFORGE_CPU_AFFINITY={text!r}: {part!r} {reason}")
+        self.text, self.part, self.reason = text, part, reason
+
+
+class FpStateError(HalError):
+    """Floating-point control bits of this thread were changed, or cannot be set. `bits` names each with its value."""
+
+    def __init__(self, where: str, bits: Sequence[str], fix: str) -> None:
+        super().__init__(f"{where}: {'; '.join(bits)}. {fix}")
+        self.where, self.bits = where, tuple(bits)
+
+
+class ConsistencyError(HalError, ValueError):
+    """Two results that cannot be compared at all: the same device twice, other names, shapes or settings."""

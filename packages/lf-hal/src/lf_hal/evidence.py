@@ -41,7 +41,20 @@ class Capability:
 
 # Rows are "area.subject"; add a row with the feature that it speaks of.
 CAPABILITIES: tuple[Capability, ...] = (
-    Capability("evidence.table", "every capability is listed with its evidence level", Evidence.VERIFIED),
+    Capability("spec.x86-64", "the host read from cpuinfo, getauxval and sysfs", Evidence.VERIFIED),
+    Capability(
+        "spec.loongarch64",
+        "the host read from cpucfg, cpuinfo and getauxval",
+        Evidence.CONTRACT_ONLY,
+        "decoding is tested, the instruction was never run on a chip",
+    ),
+    Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
+    Capability(
+        "spec.table",
+        "NPUs, MLUs and LoongArch chips as stated",
+        Evidence.CONTRACT_ONLY,
+        "vendor-stated, unverified",
+    ),
 )
 
 
