@@ -41,6 +41,30 @@ class Capability:
 
 # Rows are "area.subject"; add a row with the feature that it speaks of.
 CAPABILITIES: tuple[Capability, ...] = (
+    Capability(
+        "probe.isolation",
+        "a backend that crashes, hangs or patches torch changes nothing else",
+        Evidence.VERIFIED,
+    ),
+    Capability("probe.cpu", "the CPU and its numpy", Evidence.VERIFIED),
+    Capability(
+        "probe.cuda",
+        "driver, visibility and a CUDA torch",
+        Evidence.NEEDS_GPU,
+        "failures against a fake driver",
+    ),
+    Capability(
+        "probe.ascend",
+        "torch_npu over CANN",
+        Evidence.CONTRACT_ONLY,
+        "against packages that fail as reported",
+    ),
+    Capability(
+        "probe.mlu",
+        "torch_mlu over CNToolkit",
+        Evidence.CONTRACT_ONLY,
+        "against packages that fail as reported",
+    ),
     Capability("spec.x86-64", "the host read from cpuinfo, getauxval and sysfs", Evidence.VERIFIED),
     Capability(
         "spec.loongarch64",

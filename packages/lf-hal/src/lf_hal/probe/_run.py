@@ -164,20 +164,19 @@ def _collect(child: subprocess.Popen[bytes], reader: int, deadline: float) -> tu
             ready.register(fd, selectors.EVENT_READ)
         while True:
             left = deadline - time.monotonic()
-            events = ready.select(max(0.0, min(left, _POLL_S))) if ready.get_map() else []
+            # asked before the pipes are: what it wrote before it went is then still to be read
+            gone = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+            events = ready.select(0.0 if gone else max(0.0, min(left, _POLL_S))) if ready.get_map() else []
             for key, _ in events:
                 data = os.read(key.fd, 1 << 16)
                 if not data:
                     ready.unregister(key.fd)
-                kept[key.fd] = (
-                    (kept[key.fd] + data)[:_MOST] if key.fd == reader else (kept[key.fd] + data)[-_TAIL:]
-                )
-            gone = os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
-            if gone and not events:  # a process it left behind may hold the pipes open
-                return kept[reader], kept[printed].decode(errors="replace"), True
-            if left <= 0:
+                joined = kept[key.fd] + data
+                kept[key.fd] = joined[:_MOST] if key.fd == reader else joined[-_TAIL:]
+            # a process it left behind may hold the pipes open, so their end is not waited for
+            if (gone and not events) or left <= 0:
                 return kept[reader], kept[printed].decode(errors="replace"), gone
-            if not ready.get_map() and not gone:
+            if not gone and not ready.get_map():
                 time.sleep(_POLL_S / 10)
 
 
