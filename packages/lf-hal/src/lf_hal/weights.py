@@ -34,7 +34,7 @@ import numpy.typing as npt
 from lf_hal.errors import ArtifactError
 from lf_hal.lir.graph import TensorType
 
-__all__ = ["NUMPY_DTYPES", "Blob", "WeightsFile", "open_weights", "write_weights"]
+__all__ = ["NUMPY_DTYPES", "Blob", "WeightsFile", "head_digest", "open_weights", "write_weights"]
 
 MAGIC = b"LFHALW1\0"
 HEAD = struct.Struct("<8s7Q")
@@ -133,6 +133,21 @@ def _padded(array: npt.NDArray[Any]) -> Iterator[memoryview | bytes]:
     if len(raw) > whole:
         rest = raw[whole:].tobytes()
         yield rest + bytes(ALIGN - len(rest))
+
+
+def head_digest(path: Path) -> str:
+    """sha256 of all before the payload: with the hashes of the blobs in it, it names one set of weights.
+
+    Raises :class:`ArtifactError` if there is no such file, or no whole header.
+    """
+    try:
+        with path.open("rb") as f:
+            head = f.read(HEAD.size)
+            if len(head) < HEAD.size or not head.startswith(MAGIC):
+                raise ArtifactError(path, "is no weights file", offset=0)
+            return hashlib.sha256(head + f.read(HEAD.unpack(head)[2] - HEAD.size)).hexdigest()
+    except FileNotFoundError:
+        raise ArtifactError(path, "is not there") from None
 
 
 def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:

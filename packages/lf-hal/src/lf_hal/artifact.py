@@ -1,0 +1,263 @@
+"""Compiled models: a folder of C, a library or program, weights, and a manifest that all of it is checked against."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from cffi import FFI
+
+from lf_hal.build import emulator_command
+from lf_hal.errors import ArtifactError, HalError, InputError, RunFailedError, WrongMachineError
+from lf_hal.lir.graph import TensorType, Value
+from lf_hal.targets import Target, missing_features, resolve_target
+from lf_hal.weights import NUMPY_DTYPES, WeightsFile, head_digest, open_weights
+
+__all__ = ["FORMAT", "MANIFEST", "WEIGHTS", "Artifact", "load", "write_manifest"]
+
+FORMAT = "lf-hal-artifact-1"
+MANIFEST, WEIGHTS, SOURCE, LIBRARY, PROGRAM = "manifest.json", "weights.lfw", "graph.c", "model.so", "model"
+
+_CDEF = """
+typedef struct lf_model lf_model;
+int32_t lf_model_open(lf_model **model, const uint8_t *weights, int64_t bytes, int32_t threads);
+int32_t lf_model_run(lf_model *model, const void *const *in, void *const *out, int64_t *bad);
+void lf_model_close(lf_model *model);
+"""
+_STATUS = {
+    1: "there is not enough memory",
+    2: "no thread could be started",
+    4: "the weights are of another model",
+}
+
+Array = npt.NDArray[Any]
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as f:
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def _seal(manifest: Mapping[str, Any]) -> str:
+    body = {k: v for k, v in manifest.items() if k != "sha256"}
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def write_manifest(folder: Path, manifest: Mapping[str, Any]) -> None:
+    """Write ``manifest.json`` with the hashes of the files beside it, and of itself."""
+    files = {p.name: _sha256(p) for p in sorted(folder.iterdir()) if p.name not in (MANIFEST, WEIGHTS)}
+    full = {**manifest, "files": files, "weights_head": head_digest(folder / WEIGHTS)}
+    full["sha256"] = _seal(full)
+    (folder / MANIFEST).write_text(json.dumps(full, indent=1, sort_keys=True) + "\n")
+
+
+@dataclass(frozen=True)
+class _Opened:
+    ffi: Any
+    library: Any
+    model: Any
+
+
+class Artifact:
+    """A compiled model. Made by :func:`lf_hal.compile` or :func:`lf_hal.load`; a context manager that frees it.
+
+    ``run`` executes it here: in this process if this machine is of the target's kind, else as a program under the
+    target's emulator. One run at a time.
+    """
+
+    def __init__(self, folder: Path, manifest: Mapping[str, Any], *, owner: object = None) -> None:
+        self.folder, self.manifest = folder, manifest
+        self._owner = owner  # a temporary folder lives as long as its artefact
+        self.target: Target = resolve_target(manifest["target"])
+        self.inputs = tuple(_value(row) for row in manifest["inputs"])
+        self.outputs = tuple(_value(row) for row in manifest["outputs"])
+        self._weights: WeightsFile | None = None
+        self._opened: dict[int, _Opened] = {}
+
+    def run(
+        self, inputs: Mapping[str, Array] | Sequence[Array], *, threads: int | None = None
+    ) -> dict[str, Array]:
+        """Outputs by name for ``inputs`` by name, or in order; bf16 values are arrays of uint16 bits.
+
+        ``threads`` (that of the compilation, if None) change the time only, never a bit.
+
+        Raises:
+            InputError: an input is absent, unknown, or of another shape or element type; nothing is converted.
+            WrongMachineError: the processor lacks what the target needs.
+            EmulatorMissingError: the target is of another machine, and its emulator is not here.
+            RunFailedError: the program ended with an error, or an index lies outside its table.
+        """
+        count = self.manifest["threads"] if threads is None else threads
+        if count < 1:
+            raise ValueError(f"threads={count}; give at least 1")
+        arrays = self._checked(inputs)
+        outputs = {v.name: np.empty(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for v in self.outputs}
+        if (self.folder / LIBRARY).exists():
+            self._run_here(arrays, outputs, count)
+        else:
+            self._run_program(arrays, outputs, count)
+        return outputs
+
+    def open(self, threads: int | None = None) -> None:
+        """Map the weights and pack them now, not in the first run; a model that runs as a program is not kept."""
+        if (self.folder / LIBRARY).exists():
+            self._open(self.manifest["threads"] if threads is None else threads)
+
+    def save(self, folder: str | Path) -> Artifact:
+        """Copy the artefact to a new or empty folder; it appears with its manifest last. Returns the copy, loaded.
+
+        Raises:
+            ArtifactError: the folder has files in it.
+        """
+        target = Path(folder)
+        target.mkdir(parents=True, exist_ok=True)
+        if any(target.iterdir()):
+            raise ArtifactError(target, "is not empty; give another folder")
+        for path in sorted(self.folder.iterdir()):
+            if path.name != MANIFEST:
+                shutil.copy2(path, target / path.name)
+        shutil.copy2(self.folder / MANIFEST, target / MANIFEST)
+        return load(target)
+
+    def close(self) -> None:
+        """Free the model's memory and end its threads. A run opens it again."""
+        for opened in self._opened.values():
+            opened.library.lf_model_close(opened.model)
+        self._opened.clear()
+        self._weights = None
+
+    def __enter__(self) -> Artifact:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        if getattr(self, "_opened", None):
+            self.close()
+
+    def __repr__(self) -> str:
+        return (
+            f"Artifact({self.manifest['graph']!r}, target={self.target.name!r}, folder={str(self.folder)!r})"
+        )
+
+    def _checked(self, inputs: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
+        names = [v.name for v in self.inputs]
+        if not isinstance(inputs, Mapping):
+            if len(inputs) != len(names):
+                raise InputError("*", f"{len(names)} arrays ({', '.join(names)})", f"{len(inputs)}")
+            inputs = dict(zip(names, inputs, strict=True))
+        for name in inputs:
+            if name not in names:
+                raise InputError(name, f"one of {', '.join(names)}", "another name")
+        found = []
+        for value in self.inputs:
+            if value.name not in inputs:
+                raise InputError(value.name, str(value.type), "nothing")
+            array = np.asarray(inputs[value.name])
+            if array.dtype != np.dtype(NUMPY_DTYPES[value.type.dtype]) or array.shape != value.type.shape:
+                raise InputError(value.name, str(value.type), f"{array.dtype} of shape {list(array.shape)}")
+            found.append(np.ascontiguousarray(array))
+        return found
+
+    def _open(self, threads: int) -> _Opened:
+        if threads in self._opened:
+            return self._opened[threads]
+        missing = missing_features(self.target)
+        if missing:
+            raise WrongMachineError(self.target.name, missing)
+        if self._weights is None:
+            self._weights = open_weights(self.folder / WEIGHTS)
+        ffi = FFI()
+        ffi.cdef(_CDEF)
+        library = ffi.dlopen(str(self.folder / LIBRARY))
+        handle = ffi.new("lf_model **")
+        data = self._weights.data
+        status = library.lf_model_open(handle, ffi.cast("uint8_t *", data.ctypes.data), data.nbytes, threads)
+        if status != 0:
+            raise HalError(f"{self.folder}: the model cannot be opened: {_STATUS.get(status, status)}")
+        self._opened[threads] = _Opened(ffi, library, handle[0])
+        return self._opened[threads]
+
+    def _run_here(self, arrays: list[Array], outputs: Mapping[str, Array], threads: int) -> None:
+        opened = self._open(threads)
+        ffi = opened.ffi
+        ins = ffi.new("void *[]", [ffi.cast("void *", a.ctypes.data) for a in arrays])
+        outs = ffi.new("void *[]", [ffi.cast("void *", a.ctypes.data) for a in outputs.values()])
+        bad = ffi.new("int64_t[2]")
+        status = opened.library.lf_model_run(opened.model, ffi.cast("void const *const *", ins), outs, bad)
+        if status != 0:
+            raise RunFailedError([str(self.folder / LIBRARY)], status, self._bad_index(bad[0], bad[1]))
+
+    def _bad_index(self, step: int, index: int) -> str:
+        label = self.manifest["steps"][step] if 0 <= step < len(self.manifest["steps"]) else f"step {step}"
+        return f"in {label}, index number {index} lies outside its table"
+
+    def _run_program(self, arrays: list[Array], outputs: Mapping[str, Array], threads: int) -> None:
+        command = [*([] if not missing_features(self.target) else emulator_command(self.target))]
+        open_weights(self.folder / WEIGHTS)
+        with tempfile.TemporaryDirectory(prefix="lf-hal-") as scratch:
+            ins = [Path(scratch) / f"in{i}" for i in range(len(arrays))]
+            outs = [Path(scratch) / f"out{i}" for i in range(len(outputs))]
+            for path, array in zip(ins, arrays, strict=True):
+                array.tofile(path)
+            command += [str(self.folder / PROGRAM), "-t", str(threads), str(self.folder / WEIGHTS)]
+            command += [*map(str, ins), *map(str, outs)]
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise RunFailedError(command, done.returncode, done.stderr)
+            for path, array in zip(outs, outputs.values(), strict=True):
+                array[...] = np.fromfile(path, array.dtype).reshape(array.shape)
+
+
+def _value(row: Mapping[str, Any]) -> Value:
+    return Value(row["name"], TensorType(row["dtype"], tuple(row["shape"])))
+
+
+def load(folder: str | Path) -> Artifact:
+    """The artefact in ``folder``, its manifest and all its files checked against their hashes.
+
+    The weights are checked when they are mapped, in the first run or :meth:`Artifact.open`.
+
+    Raises:
+        ArtifactError: a file is absent, cut or changed, or of a format that this version does not know.
+        UnknownTargetError: it was compiled for a target that this version does not know.
+    """
+    path = Path(folder) / MANIFEST
+    try:
+        manifest = json.loads(path.read_text())
+    except FileNotFoundError:
+        raise ArtifactError(path, "is not there") from None
+    except ValueError as error:
+        raise ArtifactError(path, f"is no JSON: {error}") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else manifest
+        raise ArtifactError(path, "is of another format", expected=FORMAT, found=str(found))
+    if manifest.get("sha256") != _seal(manifest):
+        raise ArtifactError(path, "was changed", expected=str(manifest.get("sha256")), found=_seal(manifest))
+    for name, expected in manifest["files"].items():
+        file = path.parent / name
+        if not file.exists():
+            raise ArtifactError(file, "is not there")
+        found = _sha256(file)
+        if found != expected:
+            raise ArtifactError(file, "was changed", expected=expected, found=found)
+    head = head_digest(path.parent / WEIGHTS)
+    if head != manifest["weights_head"]:
+        expected = manifest["weights_head"]
+        raise ArtifactError(
+            path.parent / WEIGHTS, "was changed or exchanged", offset=0, expected=expected, found=head
+        )
+    return Artifact(path.parent, manifest)

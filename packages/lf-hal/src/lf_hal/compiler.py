@@ -1,0 +1,158 @@
+"""``compile``: a graph and its weights become an artefact for one target."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from lf_hal.artifact import FORMAT, LIBRARY, PROGRAM, SOURCE, WEIGHTS, Artifact, write_manifest
+from lf_hal.build import CSRC, Compiler, build_objects, find_compiler, link, run_compiler
+from lf_hal.codegen.emit import emit
+from lf_hal.codegen.lower import Program, lower
+from lf_hal.errors import ArtifactError, WeightsError
+from lf_hal.lir import verify
+from lf_hal.lir.graph import Graph, Value
+from lf_hal.lir.recipes import apply_recipes
+from lf_hal.sources import as_array, read_weights
+from lf_hal.targets import Target, check_switches, resolve_target
+from lf_hal.weights import NUMPY_DTYPES, open_weights, write_weights
+
+__all__ = ["compile"]
+
+ORDER_VERSION = 1
+_RUNTIME = Path(__file__).parent / "codegen" / "c"
+
+Array = npt.NDArray[Any]
+
+
+def compile(
+    graph: Graph,
+    weights: Mapping[str, Any] | str | Path,
+    target: str = "native",
+    threads: int = 1,
+    *,
+    switches: Iterable[str] = (),
+    compiler: str = "auto",
+    folder: str | Path | None = None,
+) -> Artifact:
+    """Compile ``graph`` for ``target``.
+
+    Args:
+        weights: name -> array, torch tensor or buffer for every weight of the graph, or a .safetensors or .lfckpt
+            file of them. No element type is converted.
+        target: a name of :data:`lf_hal.TARGETS`, or ``native``. Results are the same bits on all of them.
+        threads: how many a run uses if it does not say; they share out outputs, so they change no bit.
+        switches: names of :data:`lf_hal.targets.SWITCHES`.
+        compiler: ``gcc`` or ``zig``; ``auto`` takes gcc for this machine's architecture and zig for all others.
+        folder: where the artefact goes, new or empty; without it, it lives as long as the returned object.
+
+    Returns:
+        An artefact: a shared library for this machine's architecture, else a static program.
+
+    Raises:
+        UnknownTargetError, UnknownSwitchError, WrongTargetError: before anything is compiled.
+        InvalidGraphError: the graph does not hold together.
+        WeightsError: a weight is absent, or of another type than the graph says.
+        UnsupportedOpError: an op has no C form.
+        CompilerMissingError, CompilerFailedError: as :func:`lf_hal.build.find_compiler` and its runs.
+    """
+    chosen = resolve_target(target)
+    names = check_switches(chosen, switches)
+    if threads < 1:
+        raise ValueError(f"threads={threads}; give at least 1")
+    tool = find_compiler(chosen, compiler)
+    verify(graph)
+    graph = _optimised(graph, names)
+    mapping = read_weights(Path(weights)) if isinstance(weights, (str, Path)) else weights
+    owner = tempfile.TemporaryDirectory(prefix="lf-hal-") if folder is None else None
+    out = Path(folder) if folder is not None else Path(owner.name if owner else "")
+    out.mkdir(parents=True, exist_ok=True)
+    if any(out.iterdir()):
+        raise ArtifactError(out, "is not empty; give another folder")
+
+    write_weights(out / WEIGHTS, _stored(graph, mapping))
+    file = open_weights(out / WEIGHTS, verify=False)
+    program = lower(graph, {b.name: b.offset for b in file.blobs}, file.data.nbytes)
+    (out / SOURCE).write_text(emit(program))
+    _build(tool, chosen, out)
+    manifest = _manifest(program, chosen, tool, threads, names)
+    write_manifest(out, manifest)
+    return _reopened(out, owner)
+
+
+def _reopened(folder: Path, owner: object) -> Artifact:
+    from lf_hal.artifact import load
+
+    loaded = load(folder)
+    return Artifact(folder, loaded.manifest, owner=owner)
+
+
+def _optimised(graph: Graph, switches: frozenset[str]) -> Graph:
+    return graph
+
+
+def _stored(graph: Graph, given: Mapping[str, Any]) -> dict[str, tuple[str, Array]]:
+    """What the file holds: weights, derived weights and constants that an op or output reads."""
+    found: dict[str, Array] = {}
+    for value in graph.weights:
+        if value.name not in given:
+            raise WeightsError(value.name, str(value.type), "nothing of this name")
+        found[value.name] = as_array(value, given[value.name])
+    if graph.recipes:
+        found = dict(apply_recipes(graph, found))
+    for constant in graph.constants:
+        shape, dtype = constant.value.type.shape, NUMPY_DTYPES[constant.value.type.dtype]
+        found[constant.value.name] = np.array(constant.data).astype(dtype).reshape(shape)
+    used = {*(i for o in graph.ops for i in o.inputs), *graph.outputs}
+    values = (*graph.weights, *(r.output for r in graph.recipes), *(c.value for c in graph.constants))
+    return {v.name: (v.type.dtype, found[v.name]) for v in values if v.name in used}
+
+
+def _build(tool: Compiler, target: Target, folder: Path) -> None:
+    """The library or the program of ``graph.c``; kernels come from the cache."""
+    sources = [*sorted(CSRC.glob("*.c")), _RUNTIME / "lf_runtime.c"]
+    shared = tool.kind == "gcc"
+    if not shared:
+        sources.append(_RUNTIME / "lf_main.c")
+    include = [CSRC, _RUNTIME]
+    objects = build_objects(tool, target, sources, include)
+    with tempfile.TemporaryDirectory(prefix="lf-hal-") as scratch:
+        made = Path(scratch) / "graph.o"
+        words = [*tool.command, *tool.flags(target), *(f"-I{path}" for path in include)]
+        run_compiler([*words, "-c", str(folder / SOURCE), "-o", str(made)])
+        out = folder / (LIBRARY if shared else PROGRAM)
+        link(tool, target, [*objects, made], out, shared=shared)
+
+
+def _rows(values: Iterable[Value]) -> list[dict[str, Any]]:
+    return [{"name": v.name, "dtype": v.type.dtype, "shape": list(v.type.shape)} for v in values]
+
+
+def _manifest(
+    program: Program, target: Target, tool: Compiler, threads: int, switches: frozenset[str]
+) -> dict[str, Any]:
+    from lf_hal import __version__
+
+    graph, types = program.graph, program.graph.types()
+    return {
+        "format": FORMAT,
+        "lf_hal": __version__,
+        "order": ORDER_VERSION,
+        "graph": graph.name,
+        "target": target.name,
+        "evidence": str(target.evidence),
+        "compiler": {"kind": tool.kind, "version": tool.version, "flags": list(tool.flags(target))},
+        "switches": sorted(switches),
+        "threads": threads,
+        "inputs": _rows(graph.inputs),
+        "outputs": _rows(Value(n, types[n]) for n in graph.outputs),
+        "steps": [s.label for s in program.steps],
+        "arena_bytes": program.arena.nbytes,
+        "packed_bytes": program.packed_bytes,
+        "weight_bytes": program.weight_bytes,
+    }
