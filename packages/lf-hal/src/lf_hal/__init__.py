@@ -1,5 +1,7 @@
 """One model on many machines: what devices are there, and a compiler to C with the same bits on all of them."""
 
+from lf_hal.artifact import Artifact, load
+from lf_hal.compiler import compile
 from lf_hal.errors import HalError
 from lf_hal.evidence import CAPABILITIES, Capability, Evidence
 from lf_hal.probe import Choice, Probe, State, choose, probe, require
@@ -10,6 +12,7 @@ from lf_hal.targets import TARGETS, Target, resolve_target
 __all__ = [
     "CAPABILITIES",
     "TARGETS",
+    "Artifact",
     "Capability",
     "Choice",
     "DeviceSpec",
@@ -19,7 +22,9 @@ __all__ = [
     "State",
     "Target",
     "choose",
+    "compile",
     "device_spec",
+    "load",
     "probe",
     "require",
     "resolve_target",

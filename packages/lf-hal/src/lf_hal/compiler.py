@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from lf_hal.artifact import FORMAT, LIBRARY, PROGRAM, SOURCE, WEIGHTS, Artifact, write_manifest
+from lf_hal.artifact import FORMAT, LIBRARY, PROGRAM, SOURCE, WEIGHTS, Artifact, load, write_manifest
 from lf_hal.build import CSRC, Compiler, build_objects, find_compiler, link, run_compiler
 from lf_hal.codegen.emit import emit
 from lf_hal.codegen.lower import Program, lower
@@ -82,18 +83,11 @@ def compile(
     _build(tool, chosen, out)
     manifest = _manifest(program, chosen, tool, threads, names)
     write_manifest(out, manifest)
-    return _reopened(out, owner)
-
-
-def _reopened(folder: Path, owner: object) -> Artifact:
-    from lf_hal.artifact import load
-
-    loaded = load(folder)
-    return Artifact(folder, loaded.manifest, owner=owner)
+    return Artifact(out, load(out).manifest, owner=owner)
 
 
 def _optimised(graph: Graph, switches: frozenset[str]) -> Graph:
-    return graph
+    return replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))
 
 
 def _stored(graph: Graph, given: Mapping[str, Any]) -> dict[str, tuple[str, Array]]:

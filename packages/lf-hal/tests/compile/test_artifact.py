@@ -1,0 +1,179 @@
+"""Artefacts: what a run accepts, what is refused by name, and that no changed file is ever executed."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import lf_hal
+from lf_hal import build
+from lf_hal.errors import (
+    ArtifactError,
+    CompilerMissingError,
+    InputError,
+    RunFailedError,
+    UnknownTargetError,
+    UnsupportedOpError,
+    WeightsError,
+    WrongMachineError,
+    WrongTargetError,
+)
+from lf_hal.lir import Graph, TensorType, Value, make_op
+from lf_hal.targets import TARGETS, missing_features
+
+X = Value("ids", TensorType("i64", (3,)))
+TABLE = Value("table.weight", TensorType("f32", (5, 4)))
+W = Value("head.weight", TensorType("f32", (2, 4)))
+FOUND = make_op("embedding", "found", [TABLE, X])
+OUT = make_op("linear", "out", [FOUND.output, W])
+GRAPH = Graph("toy", (X,), (TABLE, W), (), (FOUND, OUT), ("out", "found"))
+WEIGHTS = {
+    "table.weight": np.arange(20, dtype=np.float32).reshape(5, 4),
+    "head.weight": np.array([[1, 0, 0, 0], [0.5, 0.5, 0.5, 0.5]], np.float32),
+}
+IDS = np.array([4, 0, 2])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("made") / "toy"
+    lf_hal.compile(GRAPH, WEIGHTS, folder=path)
+    return path
+
+
+def check(artifact: lf_hal.Artifact) -> None:
+    with artifact:
+        found = artifact.run({"ids": IDS})
+    assert list(found) == ["out", "found"]
+    rows = WEIGHTS["table.weight"][IDS]
+    assert np.array_equal(found["found"], rows)
+    assert np.array_equal(found["out"], np.stack([rows[:, 0], rows.sum(1) / 2], 1))
+
+
+def test_compiled_saved_and_loaded_it_computes_the_same(folder: Path, tmp_path: Path) -> None:
+    check(lf_hal.compile(GRAPH, WEIGHTS))
+    check(lf_hal.load(folder))
+    check(lf_hal.load(folder).save(tmp_path / "copy"))
+    assert sorted(p.name for p in (tmp_path / "copy").iterdir()) == sorted(p.name for p in folder.iterdir())
+
+
+def test_the_manifest_says_what_was_made(folder: Path) -> None:
+    manifest = json.loads((folder / "manifest.json").read_text())
+    assert manifest["target"] == lf_hal.resolve_target("native").name
+    assert manifest["order"] == 1
+    assert "-ffp-contract=off" in manifest["compiler"]["flags"]
+    assert manifest["inputs"] == [{"name": "ids", "dtype": "i64", "shape": [3]}]
+    assert set(manifest["files"]) == {"graph.c", "model.so"}
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "graph.c", "model.so", "weights.lfw"])
+def test_a_flipped_byte_anywhere_is_an_error_before_anything_runs(
+    folder: Path, tmp_path: Path, name: str
+) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    good = (copy / name).read_bytes()
+    for place in {0, len(good) // 3, len(good) // 2, len(good) - 2}:
+        bad = bytearray(good)
+        bad[place] ^= 4
+        (copy / name).write_bytes(bad)
+        with pytest.raises(ArtifactError) as caught:
+            lf_hal.load(copy).run([IDS])
+        assert caught.value.path == copy / name
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "graph.c", "model.so", "weights.lfw"])
+def test_an_absent_file_is_named(folder: Path, tmp_path: Path, name: str) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    (copy / name).unlink()
+    with pytest.raises(ArtifactError, match="not there") as caught:
+        lf_hal.load(copy)
+    assert caught.value.path == copy / name
+
+
+def test_whole_weights_of_another_model_are_found_out(folder: Path, tmp_path: Path) -> None:
+    copy = Path(shutil.copytree(folder, tmp_path / "copy"))
+    other = lf_hal.compile(GRAPH, {n: w + 1 for n, w in WEIGHTS.items()})
+    shutil.copy(other.folder / "weights.lfw", copy / "weights.lfw")
+    with pytest.raises(ArtifactError, match="exchanged"):
+        lf_hal.load(copy)
+
+
+def test_inputs_are_checked_and_never_converted(folder: Path) -> None:
+    with lf_hal.load(folder) as artifact:
+        for wrong in (IDS.astype(np.int32), IDS[:2], IDS.reshape(1, 3)):
+            with pytest.raises(InputError, match=r"i64\[3\]"):
+                artifact.run([wrong])
+        with pytest.raises(InputError, match="nothing"):
+            artifact.run({})
+        with pytest.raises(InputError, match="'idz'"):
+            artifact.run({"ids": IDS, "idz": IDS})
+        with pytest.raises(InputError, match="1 arrays"):
+            artifact.run([])
+        with pytest.raises(ValueError, match="threads=0"):
+            artifact.run([IDS], threads=0)
+        assert artifact.run([np.arange(12)[::4] % 5])["out"].shape == (3, 2)  # strided
+
+
+def test_an_index_outside_its_table_names_the_step_and_the_place(folder: Path) -> None:
+    with lf_hal.load(folder) as artifact:
+        for bad in (np.array([1, 5, 0]), np.array([1, -1, 9])):
+            with pytest.raises(RunFailedError, match="embedding found, index number 1"):
+                artifact.run([bad])
+        artifact.run([IDS])
+
+
+def test_weights_are_checked_by_name(tmp_path: Path) -> None:
+    with pytest.raises(WeightsError, match=r"'head\.weight'.*nothing"):
+        lf_hal.compile(GRAPH, {"table.weight": WEIGHTS["table.weight"]})
+    with pytest.raises(WeightsError, match="float64"):
+        lf_hal.compile(GRAPH, {n: w.astype(np.float64) for n, w in WEIGHTS.items()})
+
+
+def test_refusals_come_before_any_compiler_runs(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, folder: Path
+) -> None:
+    monkeypatch.setattr(build, "run_compiler", lambda command: pytest.fail("a compiler ran"))
+    with pytest.raises(UnknownTargetError):
+        lf_hal.compile(GRAPH, WEIGHTS, "pdp11")
+    with pytest.raises(WrongTargetError):
+        lf_hal.compile(GRAPH, WEIGHTS, "x86-64-avx2", switches=["--enable-loongarch-optimization"])
+    monkeypatch.setattr(build, "_zig", lambda: None)
+    with pytest.raises(CompilerMissingError):
+        lf_hal.compile(GRAPH, WEIGHTS, "loongarch64-lasx")
+    with pytest.raises(ArtifactError, match="not empty"):
+        lf_hal.compile(GRAPH, WEIGHTS, folder=folder)
+
+
+def test_what_has_no_c_form_is_named() -> None:
+    x = Value("x", TensorType("bf16", (4,)))
+    op = make_op("softmax", "y", [x])
+    with pytest.raises(UnsupportedOpError, match="bf16") as caught:
+        lf_hal.compile(Graph("g", (x,), (), (), (op,), ("y",)), {})
+    assert (caught.value.op, caught.value.kind) == ("y", "softmax")
+
+
+def test_code_for_another_processor_is_not_started(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    lacking = [t for t in TARGETS.values() if t.machine == "x86_64" and missing_features(t)]
+    artifact = lf_hal.load(folder)
+    monkeypatch.setattr("lf_hal.artifact.missing_features", lambda target: ("avx9",))
+    with pytest.raises(WrongMachineError, match="avx9"):
+        artifact.run([IDS])
+    assert all(t.name != artifact.target.name for t in lacking)
+
+
+def test_a_graph_may_return_its_inputs_weights_and_views() -> None:
+    x = Value("x", TensorType("f32", (2, 3)))
+    w = Value("w", TensorType("f32", (2,)))
+    turned = make_op("permute", "turned", [x], {"perm": (1, 0)})
+    half = make_op("slice", "half", [turned.output], {"axis": 0, "start": 1, "end": 3})
+    graph = Graph("views", (x,), (w,), (), (turned, half), ("x", "w", "turned", "half", "half"))
+    a = np.arange(6, dtype=np.float32).reshape(2, 3)
+    with lf_hal.compile(graph, {"w": a[:, 0]}) as artifact:
+        found = artifact.run([a])
+    assert list(found) == ["x", "w", "turned", "half"]  # each once
+    for name, expected in (("x", a), ("w", a[:, 0]), ("turned", a.T), ("half", a.T[1:])):
+        assert np.array_equal(found[name], expected)
