@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
+
 from lf_hal.errors import HalError
 
 __all__ = [
@@ -10,14 +13,19 @@ __all__ = [
     "BadRecipeError",
     "BadTypeError",
     "DuplicateValueError",
+    "DynamicShapeError",
+    "ExportFailedError",
     "InvalidGraphError",
     "LirError",
     "LirSyntaxError",
     "MalformedError",
     "OpRuleError",
+    "TrainingModeError",
     "TypeMismatchError",
     "UndefinedValueError",
     "UnknownKindError",
+    "Unsupported",
+    "UnsupportedOperatorsError",
 ]
 
 
@@ -99,3 +107,60 @@ class BadConstantError(InvalidGraphError):
 
 class BadRecipeError(InvalidGraphError):
     """A recipe that reads something other than weights, or breaks the rule of its kind."""
+
+
+@dataclass(frozen=True)
+class Unsupported:
+    """One thing of a module that has no form in LIR.
+
+    Attributes:
+        operator: torch's name of it ("aten.linalg_svd.default").
+        module: path of the module it is in, "" for the outermost.
+        source: file, line and text of the code, "" where torch does not say.
+        reason: what is wrong with it, in words.
+    """
+
+    operator: str
+    module: str
+    source: str
+    reason: str
+
+    def __str__(self) -> str:
+        where = f" in module {self.module!r}" if self.module else ""
+        return f"{self.operator}{where}: {self.reason}" + (f" ({self.source})" if self.source else "")
+
+
+class UnsupportedOperatorsError(LirError):
+    """Operators that LIR has no form for, all of them at once. Attribute ``found``: tuple of :class:`Unsupported`."""
+
+    def __init__(self, found: Sequence[Unsupported]) -> None:
+        self.found = tuple(found)
+        listed = "\n  ".join(map(str, self.found))
+        super().__init__(f"{len(self.found)} not to be traced; write them with other operators:\n  {listed}")
+
+
+class DynamicShapeError(LirError):
+    """A shape that is no fixed one. Attributes: ``value`` (name), ``shape`` (as text)."""
+
+    def __init__(self, value: str, shape: str) -> None:
+        self.value, self.shape = value, shape
+        super().__init__(
+            f"{value} has shape {shape}: LIR has fixed shapes, so export without dynamic_shapes, once for every "
+            "size, and compute no shape from data"
+        )
+
+
+class ExportFailedError(LirError):
+    """``torch.export`` could not export the module; ``__cause__`` is its error. Attribute ``reason``."""
+
+    def __init__(self, reason: str) -> None:
+        self.reason = reason
+        super().__init__(f"torch.export failed: {reason}")
+
+
+class TrainingModeError(LirError):
+    """The module, or a part of it, is in training mode. Attribute ``module``: path of the first such part."""
+
+    def __init__(self, module: str) -> None:
+        self.module = module
+        super().__init__(f"module {module!r} is in training mode: call .eval() on the whole first")
