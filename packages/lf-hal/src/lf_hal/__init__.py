@@ -4,6 +4,7 @@ from lf_hal.artifact import Artifact, load
 from lf_hal.compiler import compile
 from lf_hal.errors import HalError
 from lf_hal.evidence import CAPABILITIES, Capability, Evidence
+from lf_hal.fp_guard import check_fp_state, fp_guard
 from lf_hal.probe import Choice, Probe, State, choose, probe, require
 from lf_hal.spec import DeviceSpec
 from lf_hal.spec import spec as device_spec
@@ -21,13 +22,14 @@ __all__ = [
     "Probe",
     "State",
     "Target",
+    "check_fp_state",
     "choose",
     "compile",
     "device_spec",
+    "fp_guard",
     "load",
     "probe",
     "require",
     "resolve_target",
 ]
-
 __version__ = "0.1.0"

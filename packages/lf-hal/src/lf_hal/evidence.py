@@ -65,6 +65,14 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "against packages that fail as reported",
     ),
+    Capability("affinity", "LOONGFORGE_CPU_AFFINITY binds the threads of each rank", Evidence.VERIFIED),
+    Capability("fp_guard.x86-64", "rounding, FTZ and DAZ set and verified per thread", Evidence.VERIFIED),
+    Capability(
+        "fp_guard.others",
+        "FPCR, FCSR0 and fcsr set and verified",
+        Evidence.CONTRACT_ONLY,
+        "layouts of glibc's fenv_t",
+    ),
     Capability("spec.x86-64", "the host read from cpuinfo, getauxval and sysfs", Evidence.VERIFIED),
     Capability(
         "spec.loongarch64",
