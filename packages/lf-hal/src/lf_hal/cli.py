@@ -28,6 +28,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "spec", "vector width, caches and on-chip memory of a device, with sources", "lf_hal.commands.spec"
     ),
+    Command(
+        "compile", "a torch program becomes C and a library or program of a target", "lf_hal.commands.compile"
+    ),
     Command("evidence", "what lf-hal claims, and how far each claim is proved", "lf_hal.commands.evidence"),
 )
 
