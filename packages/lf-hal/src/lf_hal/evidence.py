@@ -80,6 +80,13 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "decoding is tested, the instruction was never run on a chip",
     ),
+    Capability("compile.x86-64", "models as C with the bits of every other target", Evidence.VERIFIED),
+    Capability(
+        "compile.others",
+        "aarch64, riscv64 and loongarch64 (scalar, LSX, LASX): the same bits as x86-64",
+        Evidence.EMULATED,
+        "qemu-user; its LoongArch is an LA464, so nothing is said of a 3A6000",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",
