@@ -61,6 +61,9 @@ WITH_TORCH = {
     "lf-memory": ("*/test_*.py", "", ["-n", "2", "--dist", "loadfile"]),
 }
 
+# The floors of metadata that are older than what the other sessions use.
+OLDEST = {"lf-ckpt": "torch==2.6.0"}
+
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
 nox.needs_version = ">=2024.4"
@@ -164,6 +167,15 @@ def tests(session: nox.Session, package: str) -> None:
         files = [str(path.relative_to(ROOT)) for path in found if re.search(text, path.read_text())]
         command = ["-m", "pytest", *files, *parallel, *session.posargs]
         session.run(_torch_python(session), *command, env={"OMP_NUM_THREADS": "1"}, external=True)
+
+
+@nox.session
+@nox.parametrize("package", list(OLDEST), ids=list(OLDEST))
+def oldest(session: nox.Session, package: str) -> None:
+    """The tests of a package with the oldest torch that its metadata allows: 3 GB from the index, so not by default."""
+    session.install(OLDEST[package], *DEV, "setuptools")
+    session.install(f"packages/{package}{_extras(package)}", *(f"packages/{s}" for s in BASE))
+    session.run("python", "-m", "pytest", f"packages/{package}/tests", *PARALLEL[package], *session.posargs)
 
 
 @nox.session(venv_backend="none")

@@ -30,7 +30,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from scratch import scratch
 from torch import nn
-from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 import lf_ckpt
 
@@ -200,29 +199,35 @@ def timed(job: Job, work: Callable[[], object]) -> float:
     return now(job.device) - began
 
 
-def kept_stager(pinned: bool) -> DefaultStager:
+def kept_stager(pinned: bool) -> Any:
     """DCP's stager with memory that is used again, which torch 2.11 gives back behind each save."""
+    from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions  # not in torch 2.6
+
     stager = DefaultStager(StagingOptions(pinned, True, False, pinned))
     vars(stager._state_dict_stager)["close"] = lambda: None
     return stager
 
 
-def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
-    """torch.save and DCP: how long training stands still, and the restore of torch.save."""
-    tensors = {k: t.detach() for k, t in lf_ckpt.collect(job.model, job.optimizer).tensors.items()}
+def measure_async(job: Job, tensors: dict[str, torch.Tensor], folder: Path, rows: Rows, repeat: int) -> None:
+    """DCP's async_save: seconds that training stands still, and until each upload has ended; written save by save."""
     pinned = job.device.type == "cuda"
     stager = kept_stager(pinned)
-    saves = []
+    stopped: list[float] = []
+    uploaded: list[float] = []
     for _ in range(repeat + 1):
         began = now(job.device)
         future = dcp.async_save(tensors, checkpoint_id=folder / "dcp", async_stager=stager)
-        seconds = now(job.device) - began
+        stopped.append(now(job.device) - began)
+        rows["DCP async_save: stopped, memory fresh and then reused"] = list(stopped)
         getattr(future, "upload_completion", future).result()
-        saves.append((seconds, now(job.device) - began))
+        uploaded.append(now(job.device) - began)
+        rows["DCP async_save: uploaded"] = list(uploaded)
         shutil.rmtree(folder / "dcp")
-    rows["DCP async_save, first: stopped"] = saves[0][0]
-    later = list(zip(*saves[1:], strict=True))
-    rows["DCP async_save, pinned memory reused: stopped"], rows["DCP async_save: uploaded"] = map(list, later)
+
+
+def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
+    """torch.save and DCP: how long training stands still, and the restore of torch.save."""
+    tensors = {k: t.detach() for k, t in lf_ckpt.collect(job.model, job.optimizer).tensors.items()}
     path = folder / "state.pt"
     rows["torch.save: stopped"] = timed(job, lambda: torch.save(tensors, path))
 
@@ -235,6 +240,7 @@ def measure_peers(job: Job, folder: Path, rows: Rows, repeat: int) -> None:
     rows["DCP save: stopped"] = timed(job, lambda: dcp.save(tensors, checkpoint_id=folder / "dcp"))
     rows["DCP load in place"] = timed(job, lambda: dcp.load(tensors, checkpoint_id=folder / "dcp"))
     shutil.rmtree(folder / "dcp")
+    measure_async(job, tensors, folder, rows, repeat)
 
 
 def bars(rows: Rows) -> list[dict[str, Any]]:

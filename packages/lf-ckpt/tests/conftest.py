@@ -22,3 +22,11 @@ def ranks() -> Iterator[Ranks]:
     pool = Ranks(5)
     yield pool
     pool.close()
+
+
+@pytest.fixture(scope="session")
+def fsdp_ranks(ranks: Ranks) -> Ranks:
+    """The same where torch shards on the host with FSDP2."""
+    if not hasattr(torch.cpu.Stream, "record_event"):
+        pytest.skip(f"FSDP2 of torch {torch.__version__} runs on no CPU: its streams record no events")
+    return ranks

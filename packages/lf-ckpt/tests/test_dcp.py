@@ -25,11 +25,11 @@ EXTRA = {"epoch": 3, "betas": (0.9, 0.95), "note": "ä", "raw": b"\0\1", "list":
 
 @pytest.fixture(scope="module", params=[False, True], ids=["save", "async_save"])
 def saved(
-    request: pytest.FixtureRequest, ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
+    request: pytest.FixtureRequest, fsdp_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[Path, jobs.Bits]:
     """FSDP2 and AdamW saved twice by three ranks, in the foreground or in DCP's thread."""
     path = tmp_path_factory.mktemp("dcp") / "store"
-    answers = ranks.call(jobs.save_with_dcp, 3, path=str(path), in_background=request.param)
+    answers = fsdp_ranks.call(jobs.save_with_dcp, 3, path=str(path), in_background=request.param)
     assert all(kinds == ["full", "delta"] for _, kinds in answers)
     return path, answers[0][0]
 

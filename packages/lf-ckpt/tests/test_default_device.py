@@ -63,7 +63,8 @@ def test_a_run_is_collected_and_restored_with_its_generators(tmp_path: Path) -> 
     model = torch.nn.Linear(3, 2, device="cpu")
     optimizer = torch.optim.AdamW(model.parameters())
     model(torch.ones(1, 3, device="cpu")).sum().backward()
-    optimizer.step()
+    with torch.device("cpu"):  # torch 2.6 makes AdamW's counters on the default device
+        optimizer.step()
     before = copy_of(lf_ckpt.collect(model, optimizer).tensors)
     with lf_ckpt.open(tmp_path) as store:
         store.save(1, *lf_ckpt.collect(model, optimizer, rng=True)).wait()

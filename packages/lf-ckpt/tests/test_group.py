@@ -19,10 +19,10 @@ from lf_ckpt import cli
 
 
 @pytest.fixture(scope="module")
-def trained(ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Bits]:
+def trained(fsdp_ranks: Ranks, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, jobs.Bits]:
     """A tiny FSDP2 model with AdamW saved by three ranks."""
     path = tmp_path_factory.mktemp("group") / "store"
-    saved, *others = ranks.call(jobs.save_trained, 3, path=str(path), step=7)
+    saved, *others = fsdp_ranks.call(jobs.save_trained, 3, path=str(path), step=7)
     assert all(other == saved for other in others)
     return path, saved
 
@@ -59,10 +59,10 @@ def test_a_step_of_three_ranks_loads_on_any_number(
         assert found == saved
 
 
-def test_a_group_of_several_ranks_keeps_the_values_of_one_process(ranks: Ranks, tmp_path: Path) -> None:
+def test_a_group_of_several_ranks_keeps_the_values_of_one_process(fsdp_ranks: Ranks, tmp_path: Path) -> None:
     """The same model trained and saved by one rank and by two gives the bytes that it gathers to."""
-    (alone,) = ranks.call(jobs.save_trained, 1, path=str(tmp_path / "one"), step=1)
-    two, _ = ranks.call(jobs.save_trained, 2, path=str(tmp_path / "two"), step=1)
+    (alone,) = fsdp_ranks.call(jobs.save_trained, 1, path=str(tmp_path / "one"), step=1)
+    two, _ = fsdp_ranks.call(jobs.save_trained, 2, path=str(tmp_path / "two"), step=1)
     for name, wanted in (("one", alone), ("two", two)):
         with lf_ckpt.open(tmp_path / name, read_only=True) as store:
             assert {n: bits(t) for n, t in store.load().tensors.items()} == wanted

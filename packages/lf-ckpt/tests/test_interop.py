@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from ckpt_dtypes import KNOWN
 from ckpt_faults import FailAtCall
 from ckpt_states import assert_same, bits, files_under
 from hypothesis import HealthCheck, given, settings
@@ -110,7 +111,7 @@ def test_shards_and_their_index_hold_every_tensor_once(store: lf_ckpt.Store, tmp
     assert_same(lf_ckpt.import_safetensors(tmp_path / "out").tensors, wanted)
 
 
-@pytest.mark.parametrize("name", [n for n in lf_ckpt.DTYPES if n not in ("C32", "C128")])
+@pytest.mark.parametrize("name", [n for n in KNOWN if n not in ("C32", "C128")])
 def test_every_dtype_goes_both_ways_through_the_library(tmp_path: Path, name: str) -> None:
     dtype = dtype_of(name)
     bytes_ = torch.arange(48, dtype=torch.uint8) % (2 if name == "BOOL" else 255)
@@ -310,7 +311,7 @@ def dcp_folder(tmp_path: Path) -> tuple[Path, dict[str, Any]]:
     }
     state = {"model": tensors, "epoch": 3, "more": [1, {"t": torch.ones(2)}], "text": OrderedDict(a=(1, 2))}
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.save(state, checkpoint_id=tmp_path / "dcp")
     return tmp_path / "dcp", tensors
 
 
@@ -357,7 +358,7 @@ def test_a_huge_memo_number_in_dcp_metadata_takes_no_memory(dcp_folder: tuple[Pa
 
 def test_objects_in_a_dcp_folder_are_named(tmp_path: Path) -> None:
     with pytest.warns(UserWarning, match="single process"):
-        dcp.save({"w": torch.ones(2), "odd": Payload}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+        dcp.save({"w": torch.ones(2), "odd": Payload}, checkpoint_id=tmp_path / "dcp")
     with pytest.raises(lf_ckpt.UnsupportedError, match="odd is neither tensor nor plain data"):
         lf_ckpt.import_dcp(tmp_path / "dcp")
 

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from ckpt_dtypes import KNOWN
 from ckpt_states import assert_same, bits, copy_of, state
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -65,7 +66,7 @@ def test_odd_tensors_come_back_bit_for_bit_and_ties_stay_tied(tmp_path: Path, co
     assert {p.name for p in tmp_path.iterdir()} == {"store"}
 
 
-@pytest.mark.parametrize("name", lf_ckpt.DTYPES)
+@pytest.mark.parametrize("name", KNOWN)
 def test_every_dtype_keeps_every_bit_pattern(tmp_path: Path, name: str) -> None:
     size = torch.empty(0, dtype=dtype_of(name)).element_size()
     pattern = torch.arange(0, 256 * 16 * 7, 7).to(torch.uint8)
