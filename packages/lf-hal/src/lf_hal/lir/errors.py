@@ -106,7 +106,7 @@ class BadConstantError(InvalidGraphError):
 
 
 class BadRecipeError(InvalidGraphError):
-    """A recipe that reads something other than weights, or breaks the rule of its kind."""
+    """A recipe that reads something other than weights and constants, or breaks the rule of its kind."""
 
 
 @dataclass(frozen=True)

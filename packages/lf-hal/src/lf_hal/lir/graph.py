@@ -127,7 +127,7 @@ class Op(_Applied):
 
 @dataclass(frozen=True)
 class Recipe(_Applied):
-    """A weight derived from other weights, once, before the first run; kinds in :mod:`lf_hal.lir.recipes`."""
+    """A weight made of weights and constants, once, before the first run; kinds in :mod:`lf_hal.lir.recipes`."""
 
 
 @dataclass(frozen=True)

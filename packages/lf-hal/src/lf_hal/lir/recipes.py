@@ -1,4 +1,4 @@
-"""Weights derived from weights: what each recipe kind computes, bit for bit.
+"""Weights derived from weights and constants: what each recipe kind computes, bit for bit.
 
 All arithmetic is float64, operation by operation as written, each rounded to nearest even; the result is rounded to
 float32 once. Only + - * / and square root occur, so every machine gives the same bits.
@@ -85,8 +85,9 @@ def apply_recipes(graph: Graph, weights: Mapping[str, NDArray[Any]]) -> dict[str
         weights: arrays by the names of ``graph.weights``; others may be there too, and are kept.
     """
     known: dict[str, NDArray[Any]] = dict(weights)
+    small = {c.value.name: np.array(c.data).reshape(c.value.type.shape) for c in graph.constants}
     for recipe in graph.recipes:
-        inputs = [np.asarray(known[name], np.float64) for name in recipe.inputs]
+        inputs = [np.asarray(known[n] if n in known else small[n], np.float64) for n in recipe.inputs]
         with np.errstate(all="ignore"):
             known[recipe.output.name] = _COMPUTE[recipe.kind](recipe, inputs).astype(np.float32)
     return known

@@ -44,6 +44,7 @@ class Editor:
         self.values = {v.name: v for v in graph.values()}
         self._producers = graph.producers()
         self._uses = graph.uses()
+        self._inputs = {v.name for v in graph.inputs}
         self._instead: dict[str, tuple[Op, ...]] = {}
         self._renamed: dict[str, str] = {}
         self._recipes: list[Recipe] = []
@@ -60,6 +61,14 @@ class Editor:
         """Whether one op, and no output, reads the value."""
         return self._uses.get(name, 0) == 1
 
+    def is_stored(self, name: str) -> bool:
+        """Whether the value is a weight, a constant or made of them by a recipe."""
+        return name in self.values and name not in self._producers and name not in self._inputs
+
+    def final(self, name: str) -> str:
+        """What the value is called after the renamings so far."""
+        return _end(self._renamed, name)
+
     def fresh(self, base: str) -> str:
         """A name that no value has."""
         name, n = base, 0
@@ -67,9 +76,6 @@ class Editor:
             n += 1
             name = f"{base}.{n}"
         return name
-
-    def replaced(self, op: Op) -> bool:
-        return op.output.name in self._instead or op.output.name in self._renamed
 
     def replace(self, op: Op, *new: Op) -> None:
         """Put ``new`` in the place of ``op``; the last of them makes the same value."""
@@ -87,10 +93,10 @@ class Editor:
         self.values[recipe.output.name] = recipe.output
         return recipe.output
 
-    def add_constant(self, constant: Constant) -> Value:
+    def make_constant(self, op: Op, constant: Constant) -> None:
+        """Put a constant, which has the name of ``op``'s output, in the place of ``op``."""
+        self._instead[op.output.name] = ()
         self._constants.append(constant)
-        self.values[constant.value.name] = constant.value
-        return constant.value
 
     def done(self) -> Graph:
         ops = [new for op in self.graph.ops for new in self._instead.get(op.output.name, (op,))]

@@ -52,10 +52,10 @@ def verify(graph: Graph) -> None:
     known: dict[str, TensorType] = {}
     for value in (*graph.inputs, *graph.weights):
         _define(known, value, None)
-    external = {v.name for v in graph.weights}
     for constant in graph.constants:
         _define(known, constant.value, None)
         _check_constant(constant)
+    external = set(known) - {v.name for v in graph.inputs}
     for recipe in graph.recipes:
         _check_recipe(recipe, known, external)
         external.add(recipe.output.name)
@@ -166,7 +166,9 @@ def _check_recipe(recipe: Recipe, known: dict[str, TensorType], external: set[st
         raise UnknownKindError(reason, op=recipe.kind, value=str(recipe.output.name))
     for name in recipe.inputs:
         if name not in external:
-            raise BadRecipeError("is read by a recipe, but is no weight", op=recipe.kind, value=name)
+            raise BadRecipeError(
+                "is read by a recipe, but is neither weight nor constant", op=recipe.kind, value=name
+            )
     _define(known, recipe.output, recipe.kind)
     _check_output(recipe, known, recipes.infer_recipe, BadRecipeError)
 

@@ -1,1 +1,30 @@
-"""Rewrites of graphs, each a pure function with a switch."""
+"""Rewrites of graphs: each pass is a pure function from a graph to an equal one, and has a switch."""
+
+from lf_hal.passes.batch_norm import fold_affine, fold_batch_norm, lower_batch_norm
+from lf_hal.passes.fuse import fuse_conv, fuse_linear, fuse_multiply_add
+from lf_hal.passes.pipeline import (
+    ConflictingSwitchesError,
+    Optimized,
+    PassOptions,
+    Step,
+    optimize,
+    optimize_and_report,
+)
+from lf_hal.passes.simplify import fold_constants, simplify
+
+__all__ = [
+    "ConflictingSwitchesError",
+    "Optimized",
+    "PassOptions",
+    "Step",
+    "fold_affine",
+    "fold_batch_norm",
+    "fold_constants",
+    "fuse_conv",
+    "fuse_linear",
+    "fuse_multiply_add",
+    "lower_batch_norm",
+    "optimize",
+    "optimize_and_report",
+    "simplify",
+]

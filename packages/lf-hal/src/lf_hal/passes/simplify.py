@@ -1,0 +1,108 @@
+"""Ops that move nothing, moves in a row, and arithmetic on constants."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lf_hal.lir._reference_ops import compute
+from lf_hal.lir.graph import FLOATS, Constant, Graph, Op, TensorType
+from lf_hal.lir.ops import make_op
+from lf_hal.lir.rewrite import Editor
+
+__all__ = ["fold_constants", "simplify"]
+
+LARGEST = 1 << 16  # elements of a constant that is written into the graph
+_EXACT = (
+    "binary", "broadcast", "cast", "compare", "concat", "embedding", "fill", "gather", "iota", "multiply_add",
+    "permute", "reshape", "scatter", "slice", "unary", "where",
+)  # fmt: skip
+_EXACT_ON_INTEGERS = ("cumsum", "reduce")
+
+
+def simplify(graph: Graph) -> Graph:
+    """Without ops that give their input back, and with reshapes, or permutations, in a row as one."""
+    e = Editor(graph)
+    for op in graph.ops:
+        if len(op.inputs) == 1 and _gives_back(op, e.values[op.inputs[0]].type):
+            e.rename(op, op.inputs[0])
+            continue
+        inner = e.producer(e.final(op.inputs[0]), op.kind) if op.kind in ("reshape", "permute") else None
+        if inner is None:
+            continue
+        source = e.values[e.final(inner.inputs[0])]
+        attrs = dict(op.attrs)
+        if op.kind == "permute":
+            first = inner.get_ints("perm")
+            attrs["perm"] = tuple(first[i] for i in op.get_ints("perm"))
+        merged = make_op(op.kind, op.output.name, [source], attrs, op.hardware_affinity)
+        if _gives_back(merged, source.type):
+            e.rename(op, source.name)
+        else:
+            e.replace(op, merged)
+    return e.done()
+
+
+def _gives_back(op: Op, source: TensorType) -> bool:
+    if op.kind == "permute":
+        perm = op.get_ints("perm")
+        return perm == tuple(range(len(perm)))
+    if op.kind in ("reshape", "broadcast", "cast", "slice"):
+        return op.output.type == source
+    return op.kind == "concat"
+
+
+def fold_constants(graph: Graph) -> Graph:
+    """Ops of constants alone, computed now: indices, masks, positions, tables of angles.
+
+    Integers and truths are exact. Of floats only ops that work element by element are computed, each in float64 and
+    rounded once to its element type: what their kernels give differs from it by their own rounding. Results beyond
+    65,536 elements, and random access outside a table, stay as they are.
+    """
+    e = Editor(graph)
+    known: dict[str, NDArray[Any]] = {
+        c.value.name: np.array(c.data).reshape(c.value.type.shape) for c in graph.constants
+    }
+    for op in graph.ops:
+        if not all(n in known for n in op.inputs) or not _computable(op):
+            continue
+        found = _evaluated(op, [known[n] for n in op.inputs])
+        if found is None:
+            continue
+        known[op.output.name] = found
+        e.make_constant(op, Constant(op.output, tuple(found.reshape(-1).tolist())))
+    return e.done()
+
+
+def _computable(op: Op) -> bool:
+    t = op.output.type
+    if t.elements > LARGEST:
+        return False
+    return op.kind in _EXACT or (op.kind in _EXACT_ON_INTEGERS and t.dtype not in FLOATS)
+
+
+def _evaluated(op: Op, inputs: list[NDArray[Any]]) -> NDArray[Any] | None:
+    """The op's value in the element type of its output (float64 arrays that hold f32, f16 or bf16 values)."""
+    with np.errstate(all="ignore"):
+        try:
+            found = compute(op, inputs, np.dtype(np.float64))
+        except IndexError:
+            return None
+        if op.output.type.dtype in FLOATS:
+            found = _narrowed(np.asarray(found, np.float64), op.output.type.dtype)
+            return None if np.isnan(found).any() else found
+    return found
+
+
+def _narrowed(x: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
+    """Rounded once, to nearest even."""
+    if dtype == "f32":
+        return x.astype(np.float32).astype(np.float64)
+    if dtype == "f16":
+        return x.astype(np.float16).astype(np.float64)
+    exponent = np.frexp(x)[1]  # bfloat16: 8 bits, and subnormals in steps of 2**-133
+    step = np.ldexp(1.0, np.maximum(exponent - 8, -133))
+    rounded = np.where(np.isfinite(x), np.rint(np.where(np.isfinite(x), x, 0) / step) * step, x)
+    return np.where(np.abs(rounded) >= 2.0**128, np.copysign(np.inf, rounded), rounded)
