@@ -24,6 +24,7 @@ class Command:
 
 
 COMMANDS: tuple[Command, ...] = (
+    Command("top", "how busy CPUs, NUMA nodes and accelerators are", "lf_hal.commands.top"),
     Command("probe", "which devices can be used here, and why the others cannot", "lf_hal.commands.probe"),
     Command(
         "spec", "vector width, caches and on-chip memory of a device, with sources", "lf_hal.commands.spec"
@@ -64,6 +65,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"lf-hal: {error}", file=sys.stderr)
         return 1
     return code
+
+
+def loongarch_smi() -> int:
+    """`loongarch-smi`: `lf-hal top --once` under the name that users of other tools look for."""
+    return main(["top", "--once", *sys.argv[1:]])
 
 
 if __name__ == "__main__":

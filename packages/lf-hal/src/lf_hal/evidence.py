@@ -65,6 +65,14 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "against packages that fail as reported",
     ),
+    Capability("top.host", "load of CPUs and NUMA nodes and their memory", Evidence.VERIFIED),
+    Capability("top.cuda", "load of GPUs, from nvidia-smi", Evidence.NEEDS_GPU),
+    Capability(
+        "top.ascend", "load of NPUs, from npu-smi", Evidence.CONTRACT_ONLY, "parsers on samples of our own"
+    ),
+    Capability(
+        "top.mlu", "load of MLUs, from cnmon", Evidence.CONTRACT_ONLY, "parsers on samples of our own"
+    ),
     Capability("affinity", "LOONGFORGE_CPU_AFFINITY binds the threads of each rank", Evidence.VERIFIED),
     Capability("fp_guard.x86-64", "rounding, FTZ and DAZ set and verified per thread", Evidence.VERIFIED),
     Capability(
