@@ -5,6 +5,10 @@ from lf_hal.compiler import compile
 from lf_hal.errors import HalError
 from lf_hal.evidence import CAPABILITIES, Capability, Evidence
 from lf_hal.fp_guard import check_fp_state, fp_guard
+from lf_hal.hardware import hardware
+from lf_hal.lir import Graph, parse, to_text, verify
+from lf_hal.lir.trace import trace, trace_program, weights_of
+from lf_hal.passes import PassOptions, optimize
 from lf_hal.probe import Choice, Probe, State, choose, probe, require
 from lf_hal.spec import DeviceSpec
 from lf_hal.spec import spec as device_spec
@@ -18,7 +22,9 @@ __all__ = [
     "Choice",
     "DeviceSpec",
     "Evidence",
+    "Graph",
     "HalError",
+    "PassOptions",
     "Probe",
     "State",
     "Target",
@@ -27,9 +33,17 @@ __all__ = [
     "compile",
     "device_spec",
     "fp_guard",
+    "hardware",
     "load",
+    "optimize",
+    "parse",
     "probe",
     "require",
     "resolve_target",
+    "to_text",
+    "trace",
+    "trace_program",
+    "verify",
+    "weights_of",
 ]
 __version__ = "0.1.0"

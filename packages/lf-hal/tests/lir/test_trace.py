@@ -89,6 +89,25 @@ def test_weights_have_the_names_of_the_state_dict() -> None:
     assert all(name.endswith("num_batches_tracked") for name in state - names)
 
 
+def test_values_keep_the_names_that_torch_gives_them() -> None:
+    graph = trace(nn.Linear(2, 2).eval(), (torch.ones(1, 2),))
+    assert [v.name for v in graph.values()] == ["input", "weight", "bias", "linear"]
+
+
+def test_a_weight_named_like_an_input_or_an_operator_keeps_its_name() -> None:
+    class Same(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.x, self.add = nn.Parameter(torch.ones(2)), nn.Parameter(torch.full((2,), 2.0))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.x * self.add
+
+    graph = check(Same().eval(), (torch.randn(2),))
+    assert [w.name for w in graph.weights] == ["x", "add"]
+    assert graph.inputs[0].name == "x.1"
+
+
 def test_inputs_within_dicts_and_tuples_are_named() -> None:
     x, y = torch.randn(2), torch.randn(2)
     graph = check(Do(lambda _, d, t: d["a"] + t[0] * 2), ({"a": x}, (y,)))

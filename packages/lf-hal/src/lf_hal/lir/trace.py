@@ -132,11 +132,12 @@ class _Tracer:
         self._nodes = list(program.graph.nodes)
         self._env: dict[Any, Any] = {}
         self._unsupported: list[Unsupported] = []
-        self._builder = Builder({n.name for n in self._nodes})
         self._aliases = Aliases(self._nodes)
         self._inputs: list[Value] = []
         self._weights: dict[str, Value] = {}
         self._first_name = _first_names(module) if module is not None else {}
+        stored = {spec.target for spec in program.graph_signature.input_specs if spec.target is not None}
+        self._builder = Builder({self._first_name.get(name, name) for name in stored})
 
     def graph(self, name: str) -> Graph:
         for node, spec in zip(self._nodes, self._program.graph_signature.input_specs, strict=False):
@@ -166,7 +167,7 @@ class _Tracer:
         if kind == "USER_INPUT":
             if not hasattr(node.meta.get("val"), "shape"):
                 return getattr(spec.arg, "value", None)  # a Python number or None, which the export has fixed
-            self._inputs.append(Value(node.name, _type_of(node)))
+            self._inputs.append(Value(self._builder.name(node.name), _type_of(node)))
             return self._inputs[-1]
         if kind == "CONSTANT_TENSOR" and target not in self._first_name:
             return self._constant(self._program.constants[target])
@@ -176,7 +177,7 @@ class _Tracer:
         if not NAME.fullmatch(name):
             raise RefusedError(f"weight name {name!r}: use letters, digits, _ . and -")
         if name not in self._weights:
-            self._weights[name] = Value(self._builder.name(name), _type_of(node))
+            self._weights[name] = Value(name, _type_of(node))
         return self._weights[name]
 
     def _constant(self, tensor: Any) -> Value:
