@@ -2,6 +2,8 @@
 
 from lf_hal.artifact import Artifact, load
 from lf_hal.compiler import compile
+from lf_hal.consistency import Run, check_consistency
+from lf_hal.deterministic import check_deterministic
 from lf_hal.errors import HalError
 from lf_hal.evidence import CAPABILITIES, Capability, Evidence
 from lf_hal.fp_guard import check_fp_state, fp_guard
@@ -26,8 +28,11 @@ __all__ = [
     "HalError",
     "PassOptions",
     "Probe",
+    "Run",
     "State",
     "Target",
+    "check_consistency",
+    "check_deterministic",
     "check_fp_state",
     "choose",
     "compile",

@@ -18,6 +18,7 @@ __all__ = [
     "FpStateError",
     "HalError",
     "InputError",
+    "NondeterministicError",
     "RunFailedError",
     "SpecError",
     "UnknownSwitchError",
@@ -195,3 +196,14 @@ class FpStateError(HalError):
 
 class ConsistencyError(HalError, ValueError):
     """Two results that cannot be compared at all: the same device twice, other names, shapes or settings."""
+
+
+class NondeterministicError(HalError):
+    """Transforms that are not functions of their input. `transforms` has a line for each, with the reason."""
+
+    def __init__(self, transforms: Sequence[str]) -> None:
+        lines = "\n".join(f"  {line}" for line in transforms)
+        super().__init__(
+            f"not deterministic:\n{lines}\nDraw from a generator of (seed, index) for each sample, or leave them out."
+        )
+        self.transforms = tuple(transforms)

@@ -73,6 +73,14 @@ CAPABILITIES: tuple[Capability, ...] = (
     Capability(
         "top.mlu", "load of MLUs, from cnmon", Evidence.CONTRACT_ONLY, "parsers on samples of our own"
     ),
+    Capability("consistency", "two devices compared by bits, or by a bound to float64", Evidence.VERIFIED),
+    Capability(
+        "consistency.tf32",
+        "TF32 and HF32 are named",
+        Evidence.CONTRACT_ONLY,
+        "switches read, no such device ran",
+    ),
+    Capability("deterministic", "random transforms are named and refused", Evidence.VERIFIED),
     Capability("affinity", "LOONGFORGE_CPU_AFFINITY binds the threads of each rank", Evidence.VERIFIED),
     Capability("fp_guard.x86-64", "rounding, FTZ and DAZ set and verified per thread", Evidence.VERIFIED),
     Capability(
