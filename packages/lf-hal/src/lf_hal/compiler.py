@@ -19,6 +19,7 @@ from lf_hal.errors import ArtifactError, WeightsError
 from lf_hal.lir import verify
 from lf_hal.lir.graph import Graph, Value
 from lf_hal.lir.recipes import apply_recipes
+from lf_hal.passes import PassOptions, optimize
 from lf_hal.sources import as_array, read_weights
 from lf_hal.targets import Target, check_switches, resolve_target
 from lf_hal.weights import NUMPY_DTYPES, open_weights, write_weights
@@ -38,6 +39,7 @@ def compile(
     threads: int = 1,
     *,
     switches: Iterable[str] = (),
+    passes: PassOptions | None = None,
     compiler: str = "auto",
     folder: str | Path | None = None,
 ) -> Artifact:
@@ -49,6 +51,7 @@ def compile(
         target: a name of :data:`lf_hal.TARGETS`, or ``native``. Results are the same bits on all of them.
         threads: how many a run uses if it does not say; they share out outputs, so they change no bit.
         switches: names of :data:`lf_hal.targets.SWITCHES`.
+        passes: which rewrites of the graph run; those that ``switches`` say, if None. They change roundings.
         compiler: ``gcc`` or ``zig``; ``auto`` takes gcc for this machine's architecture and zig for all others.
         folder: where the artefact goes, new or empty; without it, it lives as long as the returned object.
 
@@ -68,7 +71,7 @@ def compile(
         raise ValueError(f"threads={threads}; give at least 1")
     tool = find_compiler(chosen, compiler)
     verify(graph)
-    graph = _optimised(graph, names)
+    graph = _optimised(graph, names, passes)
     mapping = read_weights(Path(weights)) if isinstance(weights, (str, Path)) else weights
     owner = tempfile.TemporaryDirectory(prefix="lf-hal-") if folder is None else None
     out = Path(folder) if folder is not None else Path(owner.name if owner else "")
@@ -86,8 +89,9 @@ def compile(
     return Artifact(out, load(out).manifest, owner=owner)
 
 
-def _optimised(graph: Graph, switches: frozenset[str]) -> Graph:
-    return replace(graph, outputs=tuple(dict.fromkeys(graph.outputs)))
+def _optimised(graph: Graph, switches: frozenset[str], passes: PassOptions | None) -> Graph:
+    options = passes or PassOptions.from_switches(switches)
+    return optimize(replace(graph, outputs=tuple(dict.fromkeys(graph.outputs))), options)
 
 
 def _stored(graph: Graph, given: Mapping[str, Any]) -> dict[str, tuple[str, Array]]:

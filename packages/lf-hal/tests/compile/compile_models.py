@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-__all__ = ["LanguageModel", "ResNet", "resnet18", "resnet50", "with_statistics"]
+__all__ = ["DecodeStep", "LanguageModel", "ResNet", "resnet18", "resnet50", "with_statistics"]
 
 
 class Block(nn.Module):
@@ -92,17 +92,22 @@ class Layer(nn.Module):
         self.down = nn.Linear(hidden, dim, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        x = x + self.attend(self.attn_norm(x), cos, sin)
+        x = x + self.attend(self.attn_norm(x), cos, sin)[0]
         y = self.mlp_norm(x)
         return x + self.down(F.silu(self.gate(y)) * self.up(y))
 
-    def attend(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def attend(
+        self, x: Tensor, cos: Tensor, sin: Tensor, past: tuple[Tensor, Tensor] | None = None
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The layer's output, and all keys and values; the last of them only if there is a past."""
         b, t, _ = x.shape
         q = rotate(self.q(x).view(b, t, self.heads, self.width).transpose(1, 2), cos, sin)
         k = rotate(self.k(x).view(b, t, self.kv_heads, self.width).transpose(1, 2), cos, sin)
         v = self.v(x).view(b, t, self.kv_heads, self.width).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.o(y.transpose(1, 2).reshape(b, t, -1))
+        if past is not None:
+            k, v = torch.cat([past[0], k], 2), torch.cat([past[1], v], 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=past is None, enable_gqa=True)
+        return self.o(y.transpose(1, 2).reshape(b, t, -1)), k, v
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -132,3 +137,30 @@ class LanguageModel(nn.Module):
         for layer in self.layers:
             x = layer(x, cos, sin)
         return self.head(self.norm(x))
+
+
+class DecodeStep(nn.Module):
+    """One token of a language model after ``past`` others, whose keys and values are inputs."""
+
+    def __init__(self, model: LanguageModel, past: int) -> None:
+        super().__init__()
+        self.model, self.past = model, past
+
+    def caches(self) -> list[Tensor]:
+        """Random keys and values of the past, two for each layer: [1, kv_heads, past, width]."""
+        first = self.model.layers[0]
+        shape = (1, first.kv_heads, self.past, first.width)
+        return [torch.randn(shape) for _ in range(2 * len(self.model.layers))]
+
+    def forward(self, ids: Tensor, *caches: Tensor) -> tuple[Tensor, ...]:
+        x = self.model.embed(ids)
+        at = slice(self.past, self.past + 1)
+        cos, sin = self.model.cos[at], self.model.sin[at]
+        made: list[Tensor] = []
+        for layer, keys, values in zip(self.model.layers, caches[::2], caches[1::2], strict=True):
+            y, *new = layer.attend(layer.attn_norm(x), cos, sin, (keys, values))
+            made += new
+            x = x + y
+            y = layer.mlp_norm(x)
+            x = x + layer.down(F.silu(layer.gate(y)) * layer.up(y))
+        return self.model.head(self.model.norm(x)), *made

@@ -15,6 +15,7 @@ PANEL = 16
 _ACTS = {"none": "LF_ACT_NONE", "relu": "LF_ACT_RELU", "silu": "LF_ACT_SILU", "gelu_tanh": "LF_ACT_GELU_TANH",
          "gelu": "LF_ACT_GELU_ERF"}  # fmt: skip
 _AFTER = {"sigmoid": "LF_SIGMOID", "tanh": "LF_TANH"}
+_PANEL_GRAIN = 4
 _ROW_GRAIN = 24  # a multiple of the rows of every register tile
 
 
@@ -71,7 +72,8 @@ def gemm(
         f"lf_gemm_f32({low.at(y)}, {ys}, {low.read(a)}, {a_stride}, {at}, {k}, {n}, &e, {cut});"
     )
     reads = [v for v in (a, packed, bias) if v is not None]
-    low.step(text, count if by_panel else m, reads, y, grain=1 if by_panel else _ROW_GRAIN)
+    grain = _ROW_GRAIN if not by_panel else _PANEL_GRAIN if count >= 4 * _PANEL_GRAIN else 1
+    low.step(text, count if by_panel else m, reads, y, grain=grain)
     _activate(low, y, act)
 
 
@@ -106,16 +108,20 @@ def matmul(low: Lowering, op: Op) -> None:
     batch, count = prod(lead), panels(n)
     packed = low.temporary("f32", (batch, count * k * PANEL))
     pick = "".join(_decode("i", lead, {"b": b.strides[:-2]}))
-    each = f"for (int64_t t = begin; t < end; t++) {{ int64_t i = t / {count}, p = t % {count};\n"
+    # runs of panels of one matrix, as a tile is several panels wide
+    each = (
+        f"for (int64_t t = begin, p, q; t < end; t += q - p) {{\nint64_t i = t / {count};\np = t % {count};\n"
+        f"q = end - t < {count} - p ? p + end - t : {count};\n"
+    )
     text = (
         f"{each}{pick}lf_pack_b_f32({low.at(packed)} + i * {count * k * PANEL}, {low.read(b)} + b_at, "
-        f"{b.strides[-2]}, {b.strides[-1]}, {k}, {n}, p, p + 1); }}"
+        f"{b.strides[-2]}, {b.strides[-1]}, {k}, {n}, p, q); }}"
     )
     low.step(text, batch * count, [b], packed)
     pick = "".join(_decode("i", lead, {"a": a.strides[:-2]}))
     text = (
         f"{each}{pick}lf_gemm_f32({low.at(y)} + i * {m * n}, {n}, {low.read(a)} + a_at, {a.strides[-2]}, "
-        f"{low.read(packed)} + i * {count * k * PANEL}, {k}, {n}, 0, 0, {m}, p, p + 1); }}"
+        f"{low.read(packed)} + i * {count * k * PANEL}, {k}, {n}, 0, 0, {m}, p, q); }}"
     )
     low.step(text, batch * count, [a, packed], y)
 
