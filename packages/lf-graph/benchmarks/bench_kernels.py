@@ -29,7 +29,7 @@ import os
 import pkgutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -178,8 +178,8 @@ def free(device: torch.device) -> None:
 
 def run_group(
     group: Sequence[KernelRow], device: torch.device, time_it: Callable[[KernelRow], Result]
-) -> list[Result]:
-    """Results of a group's rows.
+) -> Iterator[Result]:
+    """Results of a group's rows, one by one.
 
     Raises:
         ValueError: the group has no reference, or more than one.
@@ -191,7 +191,9 @@ def run_group(
         )
     reference = tuple(t.detach().clone() for t in as_tuple(prepared(references[0], device)()))
     free(device)
-    return [measure(r, reference, device, time_it) for r in group if r.name != REFERENCE]
+    for row in group:
+        if row.name != REFERENCE:
+            yield measure(row, reference, device, time_it)
 
 
 def broken(results: Iterable[Result]) -> list[Result]:
@@ -211,7 +213,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
         "--check", action="store_true", help="parity only, on small shapes; with --into: is it up to date?"
     )
     p.add_argument("--list", action="store_true", help="print the rows' labels and stop")
-    p.add_argument("--json", type=Path, help="write results here, after every group")
+    p.add_argument("--json", type=Path, help="write results here, after every row")
     p.add_argument("--show", nargs="+", type=Path, help="print the tables of these results; measure nothing")
     p.add_argument("--into", type=Path, help="with --show: a Markdown file with marker lines")
     p.add_argument("--mark", default="kernels", help="name in the marker lines")
@@ -250,11 +252,13 @@ def run(
                 f"out of time: {len(chosen) - i} of {len(chosen)} groups were not measured, from {group[0].label}"
             )
             break
-        found = run_group(group, device, time_it)
+        found: list[Result] = []
+        for result in run_group(group, device, time_it):
+            found.append(result)
+            if args.json:
+                args.json.write_text(json.dumps(known | {"rows": done + found}, indent=1) + "\n")
         done += found
         print(tables(found), end="\n\n", flush=True)
-        if args.json:
-            args.json.write_text(json.dumps(known | {"rows": done}, indent=1) + "\n")
     return done
 
 

@@ -4,6 +4,7 @@ from lf_comm._ask import DisagreementError
 from lf_comm._buckets import Gradient, Profile, Wire
 from lf_comm._complete import UnusedParametersError
 from lf_comm._cut import SizeTimes
+from lf_comm._errors import CommError
 from lf_comm._plan import BucketPlan, Measured, PlannedBucket, make_plan
 from lf_comm._residuals import ResidualError
 from lf_comm._shards import ShardError
@@ -34,6 +35,7 @@ __all__ = [
     "BucketPlan",
     "BucketReducer",
     "BufferReducer",
+    "CommError",
     "Decision",
     "DisagreementError",
     "Exposed",

@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from lf_comm._channel import Channel
+from lf_comm._errors import CommError
 from lf_comm._paths import Known
 from lf_comm._scan import pack_bits, unpack_bits
 
 _DIGEST = 8
 
 
-class DisagreementError(RuntimeError):
+class DisagreementError(CommError, RuntimeError):
     """Ranks have different options, rates or pasts, or one failed; raised on all of them, with nothing summed."""
 
 

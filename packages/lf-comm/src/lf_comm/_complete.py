@@ -8,8 +8,10 @@ import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from lf_comm._errors import CommError
 
-class UnusedParametersError(RuntimeError):
+
+class UnusedParametersError(CommError, RuntimeError):
     """Trained parameters got no gradient in a backward pass whose gradients were to be summed. names: of them."""
 
     def __init__(self, names: list[str]) -> None:

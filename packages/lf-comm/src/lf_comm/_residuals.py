@@ -14,11 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from lf_comm._blocks import at_least_float32
+from lf_comm._errors import CommError
 
 VERSION = 1
 
 
-class ResidualError(ValueError):
+class ResidualError(CommError, ValueError):
     """A state that does not fit the module or is not whole. parameter: whose residual, None when it is none's."""
 
     def __init__(self, message: str, parameter: str | None = None) -> None:

@@ -9,11 +9,13 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf_comm._errors import CommError
+
 if TYPE_CHECKING:
     from torch.distributed.fsdp import FSDPModule
 
 
-class ShardError(ValueError):
+class ShardError(CommError, ValueError):
     """A module that is not sharded by FSDP2 as it must be, or a group that is not that of its replicas."""
 
 

@@ -23,11 +23,12 @@ import torch
 from torch import Tensor, nn
 
 from lf_comm._buckets import Gradient, Profile
+from lf_comm._errors import CommError
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 
 
-class ScheduleError(RuntimeError):
+class ScheduleError(CommError, RuntimeError):
     """Base of what planning of buckets raises."""
 
 

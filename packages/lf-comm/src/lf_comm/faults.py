@@ -24,12 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lf_comm._errors import CommError
 from lf_comm._worker import at_exit
 
 _PREFIX = "lf_comm/beat"
 
 
-class PeerLost(RuntimeError):  # noqa: N818 - the name users of the articles know
+class PeerLost(CommError, RuntimeError):  # noqa: N818 - the name users of the articles know
     """A rank stopped. rank: which, None when the store that holds the beats went with it; op: what this rank was in;
     bucket: of DDP, None when not known; step; waited_s: seconds this rank was in the step."""
 

@@ -25,10 +25,11 @@ from torch import Tensor, nn
 
 from lf_comm import _sealed
 from lf_comm._channel import Channel
+from lf_comm._errors import CommError
 from lf_comm._text import text_of
 
 
-class PeerError(RuntimeError):
+class PeerError(CommError, RuntimeError):
     """Base of what sharing raises."""
 
 

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from lf_comm._ask import Own, ask
 from lf_comm._channel import Channel
+from lf_comm._errors import CommError
 from lf_comm._paths import PATHS, Known, dense
 from lf_comm._scan import live_rows
 from lf_comm.cost import Load, Rates, measure_rates
@@ -34,7 +35,7 @@ MIN_BYTES = 1 << 20
 _BITS_SHARE = 0.02  # of a dense sum's bytes, at most, may the bits of all ranks cost
 
 
-class LayoutError(TypeError):
+class LayoutError(CommError, TypeError):
     """A tensor whose layout this library cannot sum."""
 
 

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 from lf_comm._ask import DisagreementError
+from lf_comm._errors import CommError
 from lf_comm.cost import Rates, measure_rates
 from lf_comm.ddp import SparseGradReducer
 from lf_comm.faults import PeerWatch
@@ -40,7 +41,7 @@ _BACKENDS = {
 }
 
 
-class BackendMissingError(RuntimeError):
+class BackendMissingError(CommError, RuntimeError):
     """A backend that was asked for by name is not here. backend; missing: what of it; remedy."""
 
     def __init__(self, backend: str, missing: str, remedy: str) -> None:

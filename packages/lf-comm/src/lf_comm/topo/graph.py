@@ -13,6 +13,8 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Any, TypeAlias
 
+from lf_comm._errors import CommError
+
 NET = "net"  # the vertex of every host at which its network begins
 
 # What NCCL counts for one direction, GB/s (src/graph/topo.h of NCCL 2.30)
@@ -32,7 +34,7 @@ LATENCY = {
 _PROBE = 1 << 20  # a route is the one on which so many bytes arrive first
 
 
-class TopologyError(ValueError):
+class TopologyError(CommError, ValueError):
     """What was read describes no topology. source: what was read; where: line, element or key; found; wanted."""
 
     def __init__(self, source: str, where: str, found: str, wanted: str) -> None:
