@@ -64,6 +64,9 @@ WITH_TORCH = {
 # The floors of metadata that are older than what the other sessions use.
 OLDEST = {"lf-ckpt": "torch==2.6.0"}
 
+# Packages with tests that need other machines' compilers and emulators, which nox -s cross brings.
+CROSS = ["lf-hal"]
+
 nox.options.sessions = ["lint", "types", "tests", "repo", "docs_examples", "wheels"]
 nox.options.error_on_missing_interpreters = True
 nox.needs_version = ">=2024.4"
@@ -155,9 +158,10 @@ def tests(session: nox.Session, package: str) -> None:
     python = _python_for(session, package)
     parallel = PARALLEL.get(package, [])
     threads = {"OMP_NUM_THREADS": "1"} if parallel else {}
+    without = ["-m", "not cross"] if package in CROSS else []
     session.run(
         python,
-        *("-m", "pytest", f"packages/{package}/tests", *parallel, *session.posargs),
+        *("-m", "pytest", f"packages/{package}/tests", *parallel, *without, *session.posargs),
         env=threads,
         external=True,
     )
@@ -167,6 +171,16 @@ def tests(session: nox.Session, package: str) -> None:
         files = [str(path.relative_to(ROOT)) for path in found if re.search(text, path.read_text())]
         command = ["-m", "pytest", *files, *parallel, *session.posargs]
         session.run(_torch_python(session), *command, env={"OMP_NUM_THREADS": "1"}, external=True)
+
+
+@nox.session(venv_backend="none")
+def cross(session: nox.Session) -> None:
+    """Same bits on eight instruction sets: builds by gcc and zig, runs under qemu-user, comparison of every word."""
+    python = _torch_python(session)
+    session.run(python, "tools/cross_tools.py", external=True)
+    for package in CROSS:
+        command = ["-m", "pytest", f"packages/{package}/tests", "-m", "cross", *PARALLEL[package]]
+        session.run(python, *command, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 
 @nox.session
