@@ -16,7 +16,10 @@ LF_INLINE int64_t keys_seen(const lf_attention *c, int64_t batch, int64_t query)
 }
 
 LF_INLINE void scale_and_mask(float *z, const float *mask, float scale, int64_t n) {
-    for (int64_t i = 0; i < n; i++) z[i] = mask ? z[i] * scale + mask[i] : z[i] * scale;
+    if (mask)
+        for (int64_t i = 0; i < n; i++) z[i] = z[i] * scale + mask[i];
+    else
+        for (int64_t i = 0; i < n; i++) z[i] = z[i] * scale;
 }
 
 /* Queries [first, first + rows) of one head. keys and values are packed; scores has rows of stride. */

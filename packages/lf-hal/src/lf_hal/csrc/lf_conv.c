@@ -65,7 +65,7 @@ static void gather(float *to, const float *x, const lf_conv2d *c, int64_t group,
 }
 
 /* Rows of a, gathered for one chunk, are used for so many panels at a time. */
-#define LF_CONV_PANELS 16
+#define LF_CONV_PANELS 32
 /* Odd multiple of a cache line, so that rows of a tile do not fall on one another in the first-level cache. */
 #define LF_CONV_STRIDE (LF_CHUNK + 16)
 

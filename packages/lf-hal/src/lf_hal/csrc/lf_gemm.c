@@ -1,7 +1,7 @@
 /* Sums of products: every output takes its terms in the order of ORDER.md, whatever tile it is computed in. */
 #include "lf_internal.h"
 
-#define LF_BLOCK_PANELS 16 /* a chunk of so many panels is 256 KiB and stays in the second-level cache */
+#define LF_BLOCK_PANELS 32 /* a chunk of so many panels is 256 KiB and stays in the second-level cache */
 
 int64_t lf_panels(int64_t n) { return (n + LF_PANEL - 1) / LF_PANEL; }
 

@@ -19,7 +19,7 @@ extern "C" {
 #endif
 
 #define LF_ORDER_VERSION 1
-#define LF_CHUNK 256 /* terms of a sum of products that share one accumulator */
+#define LF_CHUNK 128 /* terms of a sum of products that share one accumulator */
 #define LF_LANES 16  /* logical lanes of a row reduction */
 #define LF_PANEL 16  /* columns of a packed panel; the same on every instruction set */
 #define LF_MAX_RANK 8

@@ -54,7 +54,7 @@ LF_INLINE vf lf_tanh(vf x) {
     vf a = lf_abs(x), z = x * x;
     vf q = LF_POLY(z, -0x1.555534p-2f, 0x1.110768p-3f, -0x1.b84446p-5f, 0x1.5256cap-6f, -0x1.76abe4p-8f);
     vf large = 1.0f - 2.0f / (lf_exp(a + a) + 1.0f);
-    return lf_select(a < 0.625f, lf_fma(x * z, q, x), lf_with_sign(large, x));
+    return lf_with_sign(lf_select(a < 0.625f, lf_fma(x * z, q, x), large), x);
 }
 
 LF_INLINE vf lf_erf(vf x) {
@@ -111,7 +111,7 @@ LF_INLINE vf lf_sin_shifted(vf x, uint32_t shift) {
     return (vf)((vu)v ^ ((j & 2u) << 30));
 }
 
-LF_INLINE vf lf_sin(vf x) { return lf_sin_shifted(x, 0); }
+LF_INLINE vf lf_sin(vf x) { return lf_select(x == 0.0f, x, lf_sin_shifted(x, 0)); }
 LF_INLINE vf lf_cos(vf x) { return lf_sin_shifted(x, 1); }
 LF_INLINE vf lf_relu(vf x) { return lf_select(x <= 0.0f, lf_splat(0.0f), x); }
 LF_INLINE vf lf_sigmoid(vf x) { return 1.0f / (1.0f + lf_exp(lf_neg(x))); }

@@ -7,7 +7,8 @@
 
 #include "lf_kernels.h"
 
-#if defined(__AVX512F__)
+#if defined(LF_VL) /* 4, 8 or 16, by the tests */
+#elif defined(__AVX512F__)
 #define LF_VL 16
 #elif defined(__AVX2__) || defined(__loongarch_asx)
 #define LF_VL 8
@@ -86,9 +87,9 @@ LF_INLINE float lf_fma1(float a, float b, float c) { return __builtin_fmaf(a, b,
 LF_INLINE vf lf_fma(vf a, vf b, vf c) {
 #if defined(__clang__)
     return __builtin_elementwise_fma(a, b, c);
-#elif defined(__AVX512F__)
+#elif defined(__AVX512F__) && LF_VL == 16
     return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
-#elif defined(__AVX2__)
+#elif defined(__AVX2__) && LF_VL == 8
     return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 #else
     vf r;
