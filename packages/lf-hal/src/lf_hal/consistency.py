@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -23,6 +23,22 @@ Outputs = Mapping[str, Any]
 _REDUCED = ("tf32", "hf32")
 
 
+class Named(Protocol):
+    """Has a name, as a target does."""
+
+    @property
+    def name(self) -> str: ...
+
+
+class Runnable(Protocol):
+    """What :meth:`Run.of` needs of a :class:`lf_hal.Artifact`."""
+
+    @property
+    def target(self) -> Named: ...
+
+    def run(self, inputs: Mapping[str, Any], /) -> Outputs: ...
+
+
 @dataclass(frozen=True)
 class Run:
     """One side: the device's name ("cpu:0", "npu:0", or a target such as "loongarch64-lasx"), what it gives by name
@@ -32,6 +48,11 @@ class Run:
     device: str
     outputs: Outputs | Callable[[Mapping[str, Any]], Outputs]
     settings: Mapping[str, object] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, artifact: Runnable) -> Run:
+        """The side of a compiled model: its target is the device, and it runs when it is compared."""
+        return cls(artifact.target.name, artifact.run)
 
     def get(self, inputs: Mapping[str, Any] | None) -> Outputs:
         """The outputs; ConsistencyError where a function has no inputs, or gives no mapping."""

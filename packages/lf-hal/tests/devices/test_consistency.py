@@ -10,6 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from lf_hal import resolve_target
 from lf_hal.consistency import Report, Run, check_consistency
 from lf_hal.errors import ConsistencyError
 from lf_hal.precision import precision_settings
@@ -245,3 +246,22 @@ def test_settings_of_torch_are_read_by_device_type() -> None:
         torch.backends.cuda.matmul.allow_tf32 = before
     assert precision_settings("cpu:0") == {}
     assert precision_settings("npu:0") == {}  # this torch has no npu
+
+
+class Compiled:
+    """Stands for two artefacts of one graph; the real ones are compared by the tests of the compiler."""
+
+    def __init__(self, name: str) -> None:
+        self.target = resolve_target(name)
+
+    def run(self, inputs: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        return {"y": inputs["x"] * f32(2)}
+
+
+def test_compiled_models_are_compared_by_their_targets() -> None:
+    a, b = Run.of(Compiled("x86-64-sse2")), Run.of(Compiled("loongarch64-lasx"))
+    found = check_consistency(a, b, {"x": np.ones(3, f32)})
+    assert found.ok
+    assert found.devices == ("x86-64-sse2", "loongarch64-lasx")
+    with pytest.raises(ConsistencyError, match="both results are of x86-64-sse2"):
+        check_consistency(a, Run.of(Compiled("x86-64-sse2")), {"x": np.ones(3, f32)})
