@@ -17,8 +17,8 @@ __all__ = [
 ]  # fmt: skip
 
 _UNARY = {
-    "abs": "LF_ABS", "cos": "LF_COS", "exp": "LF_EXP", "gelu": "LF_GELU_ERF",
-    "gelu_tanh": "LF_GELU_TANH", "neg": "LF_NEG", "relu": "LF_RELU", "rsqrt": "LF_RSQRT",
+    "abs": "LF_ABS", "cos": "LF_COS", "erf": "LF_ERF", "exp": "LF_EXP", "gelu": "LF_GELU_ERF",
+    "gelu_tanh": "LF_GELU_TANH", "log": "LF_LOG", "neg": "LF_NEG", "relu": "LF_RELU", "rsqrt": "LF_RSQRT",
     "sigmoid": "LF_SIGMOID", "silu": "LF_SILU", "sin": "LF_SIN", "sqrt": "LF_SQRT", "tanh": "LF_TANH",
 }  # fmt: skip
 _BINARY = {"add": "LF_ADD", "sub": "LF_SUB", "mul": "LF_MUL", "div": "LF_DIV", "pow": "LF_POW", "max": "LF_MAXIMUM",

@@ -79,7 +79,21 @@ def _unary(fn: str) -> Rule:
     return lambda c: c.emit("unary", c.cast(c.value(), c.dtype), fn=fn)
 
 
-for _fn in ("abs", "cos", "exp", "neg", "relu", "rsqrt", "sigmoid", "silu", "sin", "sqrt", "tanh"):
+for _fn in (
+    "abs",
+    "cos",
+    "erf",
+    "exp",
+    "log",
+    "neg",
+    "relu",
+    "rsqrt",
+    "sigmoid",
+    "silu",
+    "sin",
+    "sqrt",
+    "tanh",
+):
     lower(f"{_fn}.default", f"{_fn}_.default")(_unary(_fn))
 lower("bitwise_not.default", "logical_not.default")(_unary("not"))
 
@@ -116,6 +130,55 @@ def _leaky_relu(c: Call) -> Value:
     slope, x = float(c.get("negative_slope", 0.01)), c.value()
     c.need(0 <= slope <= 1, f"negative_slope {slope} outside 0..1")
     return c.emit("binary", x, c.emit("binary", x, fn="mul", scalar=slope), fn="max")
+
+
+@lower("prelu.default")
+def _prelu(c: Call) -> Value:
+    x, weight = c.value(), c.value("weight")
+    along = (
+        (weight.type.elements, *[1] * (len(x.type.shape) - 2)) if len(x.type.shape) > 1 else weight.type.shape
+    )
+    lower_side = c.emit("binary", x, c.reshape(weight, along), fn="mul")
+    return c.emit("where", c.emit("compare", x, fn="gt", scalar=0.0), x, lower_side)
+
+
+@lower("elu.default", "elu_.default")
+def _elu(c: Call) -> Value:
+    c.need(c.get("scale", 1) == 1 and c.get("input_scale", 1) == 1, "scales other than 1")
+    x = c.value()
+    grown = c.emit("binary", c.emit("unary", _between(c, x, None, 0), fn="exp"), fn="sub", scalar=1.0)
+    below = _scalar_side(c, grown, "mul", c.get("alpha", 1), c.dtype)
+    return c.emit("where", c.emit("compare", x, fn="gt", scalar=0.0), x, below)
+
+
+@lower("hardsigmoid.default", "hardsigmoid_.default")
+def _hardsigmoid(c: Call) -> Value:
+    x = _between(c, c.emit("binary", c.value(), fn="add", scalar=3.0), 0, 6)
+    return c.emit("binary", x, fn="div", scalar=6.0)
+
+
+@lower("glu.default")
+def _glu(c: Call) -> Value:
+    x = c.value()
+    axis = c.axis(x, c.args["dim"])
+    half = x.type.shape[axis] // 2
+    gate = c.emit("unary", c.slice(x, axis, half, 2 * half), fn="sigmoid")
+    return c.emit("binary", c.slice(x, axis, 0, half), gate, fn="mul")
+
+
+@lower("diff.default")
+def _diff(c: Call) -> Value:
+    x = c.value()
+    c.need(c.get("n", 1) == 1, "differences of higher order")
+    axis = c.axis(x, c.get("dim", -1))
+    ends = c.optional("prepend"), c.optional("append")
+    if ends[0] or ends[1]:
+        x = c.emit("concat", *ends[0], x, *ends[1], axis=axis)
+    size = x.type.shape[axis]
+    after, before = c.slice(x, axis, 1, size), c.slice(x, axis, 0, size - 1)
+    if x.type.dtype == "bool":
+        return c.emit("compare", after, before, fn="ne")
+    return c.emit("binary", after, before, fn="sub")
 
 
 @lower("hardswish.default", "hardswish_.default")
@@ -225,3 +288,33 @@ def _softmax(c: Call) -> Value:
     perm = list(range(last + 1))
     perm[axis], perm[last] = last, axis
     return c.permute(c.emit("softmax", c.permute(x, perm)), perm)
+
+
+@lower("log_softmax.int", "_log_softmax.default")
+def _log_softmax(c: Call) -> Value:
+    x = c.cast(c.value(), c.dtype)
+    axes = (c.axis(x, c.args["dim"]),)
+    below = c.emit("binary", x, c.emit("reduce", x, fn="max", axes=axes, keepdim=True), fn="sub")
+    total = c.emit("reduce", c.emit("unary", below, fn="exp"), fn="sum", axes=axes, keepdim=True)
+    return c.emit("binary", below, c.emit("unary", total, fn="log"), fn="sub")
+
+
+def _soft(c: Call, x: Value, beta: float, threshold: float) -> Value:
+    """log(1 + exp(beta x)) / beta, and x itself beyond the threshold."""
+    steep = c.emit("binary", x, fn="mul", scalar=beta)
+    grown = c.emit(
+        "binary", c.emit("unary", _between(c, steep, None, threshold), fn="exp"), fn="add", scalar=1.0
+    )
+    bent = c.emit("binary", c.emit("unary", grown, fn="log"), fn="div", scalar=beta)
+    return c.emit("where", c.emit("compare", steep, fn="gt", scalar=threshold), x, bent)
+
+
+@lower("softplus.default")
+def _softplus(c: Call) -> Value:
+    return _soft(c, c.value(), float(c.get("beta", 1)), float(c.get("threshold", 20)))
+
+
+@lower("mish.default", "mish_.default")
+def _mish(c: Call) -> Value:
+    x = c.value()
+    return c.emit("binary", x, c.emit("unary", _soft(c, x, 1.0, 20.0), fn="tanh"), fn="mul")

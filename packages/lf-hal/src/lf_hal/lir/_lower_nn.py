@@ -1,11 +1,11 @@
-"""Matrix products, attention, norms, convolution, pooling, LSTM."""
+"""Matrix products, attention, norms, convolution, pooling, upsampling."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
 
-from lf_hal.lir._lower import Call, Lowered, lower
+from lf_hal.lir._lower import Call, lower
 from lf_hal.lir.graph import Value
 
 EPSILON = {"f32": 2.0**-23, "bf16": 2.0**-7, "f16": 2.0**-10}
@@ -198,53 +198,54 @@ def _bilinear_antialias(c: Call) -> Value:
     return _upsample(c, "bilinear", bool(c.args["align_corners"]))
 
 
-def _cell(c: Call, x: Value, state: Sequence[Value], weights: Sequence[Value]) -> list[Value]:
-    both = c.emit("lstm_cell", x, *state, *weights)
-    return [c.reshape(c.slice(both, 0, i, i + 1), state[0].type.shape) for i in (0, 1)]
+@lower("conv1d.default", "conv1d.padding")
+def _conv1d(c: Call) -> Value:
+    """A convolution of images one pixel high."""
+    x, w = c.value("input"), c.value("weight")
+    given = c.get("padding", 0)
+    (stride,), (dilation,) = (_numbers(c.get(n, 1)) for n in ("stride", "dilation"))
+    if isinstance(given, str):
+        total = dilation * (w.type.shape[2] - 1) if given == "same" else 0
+        c.need(total % 2 == 0, "padding 'same' that is uneven")
+        given = total // 2
+    batched = x.type.shape if len(x.type.shape) == 3 else (1, *x.type.shape)
+    out = c.emit(
+        "conv2d",
+        c.reshape(x, (*batched[:2], 1, batched[2])),
+        c.reshape(w, (*w.type.shape[:2], 1, w.type.shape[2])),
+        *c.optional("bias"),
+        stride=(1, stride),
+        padding=(0, *_numbers(given)),
+        dilation=(1, dilation),
+        groups=int(c.get("groups", 1)),
+    )
+    return c.reshape(out, c.shape)
 
 
-@lower("lstm_cell.default")
-def _lstm_cell(c: Call) -> Lowered:
-    weights = [c.value("w_ih"), c.value("w_hh"), *c.optional("b_ih", "b_hh")]
-    return _cell(c, c.value("input"), c.args["hx"], weights)
+def _numbers(given: object) -> tuple[int, ...]:
+    return (given,) if isinstance(given, int) else tuple(given)  # type: ignore[arg-type]
 
 
-MOST_STEPS = 1024
+@lower("group_norm.default")
+def _group_norm(c: Call) -> Value:
+    return _grouped(c, c.args["num_groups"])
 
 
-@lower("lstm.input")
-def _lstm(c: Call) -> Lowered:
-    """A whole LSTM, one cell a step and layer."""
-    x, (h0, c0), params = c.value("input"), c.args["hx"], c.args["params"]
-    c.need(not c.args["train"] or c.args["dropout"] == 0, "dropout in training: call .eval() first")
-    c.need(len(x.type.shape) == 3, "an input without a batch")
-    time_axis = 1 if c.args["batch_first"] else 0
-    steps, directions = x.type.shape[time_axis], 2 if c.args["bidirectional"] else 1
-    c.need(steps <= MOST_STEPS, f"{steps} steps; at most {MOST_STEPS} are unrolled")
-    rows = [_row(c, x, time_axis, t) for t in range(steps)]
-    each = 4 if c.args["has_biases"] else 2
-    c.need(len(params) == each * directions * c.args["num_layers"], "an LSTM with projections")
-    ends: list[list[Value]] = []
-    for layer in range(c.args["num_layers"]):
-        found = []
-        for direction in range(directions):
-            i = layer * directions + direction
-            state, seen = [_row(c, s, 0, i) for s in (h0, c0)], []
-            for row in rows[::-1] if direction else rows:
-                state = _cell(c, row, state, params[i * each : (i + 1) * each])
-                seen.append(state[0])
-            found.append(seen[::-1] if direction else seen)
-            ends.append(state)
-        rows = [p[0] if directions == 1 else c.emit("concat", *p, axis=1) for p in zip(*found, strict=True)]
-    return [_stacked(c, rows, time_axis), *(_stacked(c, [e[i] for e in ends], 0) for i in (0, 1))]
+@lower("instance_norm.default")
+def _instance_norm(c: Call) -> Value:
+    c.need(bool(c.args["use_input_stats"]), "instance norm by running statistics")
+    return _grouped(c, c.value("input").type.shape[1])
 
 
-def _row(c: Call, x: Value, axis: int, index: int) -> Value:
-    shape = x.type.shape
-    return c.reshape(c.slice(x, axis, index, index + 1), shape[:axis] + shape[axis + 1 :])
-
-
-def _stacked(c: Call, rows: Sequence[Value], axis: int) -> Value:
-    shape = rows[0].type.shape
-    parts = [c.reshape(r, (*shape[:axis], 1, *shape[axis:])) for r in rows]
-    return parts[0] if len(parts) == 1 else c.emit("concat", *parts, axis=axis)
+def _grouped(c: Call, groups: int) -> Value:
+    """Each group of channels of each sample normalised, then every channel scaled and shifted."""
+    x = c.value("input")
+    samples, size = x.type.shape[0], prod(x.type.shape[1:])
+    rows = c.reshape(x, (samples, groups, size // groups))
+    out = c.reshape(c.emit("layer_norm", rows, eps=float(c.args["eps"])), x.type.shape)
+    if c.get("weight") is None and c.get("bias") is None:
+        return out
+    channels = (x.type.shape[1],)
+    scale = c.get("weight") or c.constant(x.type.dtype, channels, (1.0,) * channels[0])
+    shift = c.get("bias") or c.constant(x.type.dtype, channels, (0.0,) * channels[0])
+    return c.emit("affine_channel", out, scale, shift)

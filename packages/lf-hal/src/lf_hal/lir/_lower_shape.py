@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 from lf_hal.lir._lower import Call, Rule, lower
 from lf_hal.lir.graph import INTEGERS, Value
 
@@ -97,6 +99,24 @@ def _repeat_interleave(c: Call) -> Value:
     return c.reshape(c.broadcast(x, (*shape[: axis + 1], times, *shape[axis + 1 :])), c.shape)
 
 
+@lower("pixel_shuffle.default")
+def _pixel_shuffle(c: Call) -> Value:
+    x, n = c.value(), c.args["upscale_factor"]
+    *lead, channels, height, width = x.type.shape
+    x = c.reshape(x, (*lead, channels // n**2, n, n, height, width))
+    k = len(lead)
+    return c.reshape(c.permute(x, [*range(k + 1), k + 3, k + 1, k + 4, k + 2]), c.shape)
+
+
+@lower("pixel_unshuffle.default")
+def _pixel_unshuffle(c: Call) -> Value:
+    x, n = c.value(), c.args["downscale_factor"]
+    *lead, channels, height, width = x.type.shape
+    x = c.reshape(x, (*lead, channels, height // n, n, width // n, n))
+    k = len(lead)
+    return c.reshape(c.permute(x, [*range(k + 1), k + 2, k + 4, k + 1, k + 3]), c.shape)
+
+
 @lower("cat.default", "concat.default")
 def _cat(c: Call) -> Value:
     parts = [
@@ -187,9 +207,25 @@ def _counted(c: Call, index: Value, rows: int) -> Value:
 
 @lower("index.Tensor")
 def _index(c: Call) -> Value:
+    """x[i, j, ...] by integer tensors on neighbouring axes: rows of x with those axes as one, in front."""
     x, indices = c.value(), c.args["indices"]
-    c.need(len(indices) == 1 and indices[0] is not None, "indexing other than x[index] on the first axis")
-    return c.emit("embedding", x, _counted(c, indices[0], x.type.shape[0]))
+    axes = [i for i, index in enumerate(indices) if index is not None]
+    c.need(
+        bool(axes) and axes == list(range(axes[0], axes[-1] + 1)), "indices on axes that are no neighbours"
+    )
+    first, sizes = axes[0], x.type.shape[axes[0] : axes[-1] + 1]
+    rest = [i for i in range(len(x.type.shape)) if i not in axes]
+    row = _counted(c, indices[first], sizes[0])
+    for axis, size in zip(axes[1:], sizes[1:], strict=True):
+        row = c.emit("binary", row, fn="mul", scalar=size)
+        row = c.emit("binary", row, _counted(c, indices[axis], size), fn="add")
+    x = c.permute(x, [*axes, *rest])
+    table = c.reshape(x, (prod(sizes), *x.type.shape[len(axes) :]))
+    found = c.emit("embedding", table, row)
+    lead = len(row.type.shape)
+    return c.permute(
+        found, [*range(lead, lead + first), *range(lead), *range(lead + first, len(found.type.shape))]
+    )
 
 
 @lower("index_select.default")

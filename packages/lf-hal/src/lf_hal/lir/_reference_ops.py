@@ -42,9 +42,11 @@ def _relu(x: Array) -> Array:
 UNARY: dict[str, Callable[[Array], Array]] = {
     "abs": np.abs,
     "cos": np.cos,
+    "erf": lambda x: np.asarray(_erf(x), x.dtype) if x.size else x,
     "exp": np.exp,
     "gelu": _gelu,
     "gelu_tanh": _gelu_tanh,
+    "log": np.log,
     "neg": np.negative,
     "not": np.logical_not,
     "relu": _relu,

@@ -69,7 +69,7 @@ __all__ = [
 ]
 
 UNARY = (
-    "abs", "cos", "exp", "gelu", "gelu_tanh", "neg", "not", "relu", "rsqrt", "sigmoid", "silu", "sin",
+    "abs", "cos", "erf", "exp", "gelu", "gelu_tanh", "log", "neg", "not", "relu", "rsqrt", "sigmoid", "silu", "sin",
     "sqrt", "tanh",
 )  # fmt: skip
 BINARY = ("add", "sub", "mul", "div", "pow", "max", "min", "and", "or")

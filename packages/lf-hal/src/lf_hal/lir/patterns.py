@@ -30,7 +30,7 @@ def _factors(e: Editor, name: str, fn: str) -> list[tuple[str, str]]:
 def recognise_rms_norm(graph: Graph) -> Graph:
     """x * rsqrt(mean(x * x) + eps), and that times a vector of the last axis (pow or square, / sqrt too)."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         found = _normalised(e, op.output.name)
         if found is not None:
             x, eps = found
@@ -74,7 +74,7 @@ def recognise_rope(graph: Graph) -> Graph:
     concat(a * cos - b * sin, b * cos + a * sin), and x * cos + concat(-b, a) * sin, where a, b are x's halves.
     """
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         found = _halves_rotated(e, op) or _whole_rotated(e, op)
         if found is None:
             continue
@@ -159,7 +159,7 @@ def _turned(e: Editor, name: str) -> str | None:
 def recognise_grouped_heads(graph: Graph) -> Graph:
     """Attention whose key and value heads were repeated before: it reads the shared heads itself."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if op.kind != "attention":
             continue
         q, k, v = (e.values[n] for n in op.inputs[:3])

@@ -40,7 +40,7 @@ class Editor:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
+        self.graph = graph = remove_dead(graph)  # what a dead op reads is not in use
         self.values = {v.name: v for v in graph.values()}
         self._producers = graph.producers()
         self._uses = graph.uses()

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from numpy.typing import NDArray
 
 from lf_hal.hardware import KEY, hardware_of
-from lf_hal.lir import _lower_math, _lower_nn, _lower_shape  # noqa: F401  (they register their rules)
+from lf_hal.lir import _lower_math, _lower_nn, _lower_rnn, _lower_shape  # noqa: F401  (they register their rules)
 from lf_hal.lir._alias import Aliases, writes
 from lf_hal.lir._lower import RULES, Builder, Call, RefusedError, dtype_of
 from lf_hal.lir.errors import (

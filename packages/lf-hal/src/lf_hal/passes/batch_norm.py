@@ -28,7 +28,7 @@ def fold_batch_norm(graph: Graph) -> Graph:
 def lower_batch_norm(graph: Graph) -> Graph:
     """batch_norm to affine_channel. One whose parameters are computed by ops, or are not float32, stays."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if op.kind != "batch_norm" or not all(_is_stored(e, name) for name in op.inputs[1:]):
             continue
         weight, bias, mean, var = (e.values[n] for n in op.inputs[1:])
@@ -48,7 +48,7 @@ def lower_batch_norm(graph: Graph) -> Graph:
 def fold_affine(graph: Graph) -> Graph:
     """affine_channel into the weights of the convolution before it, which then gives the affine op's value."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         conv = _foldable(e, op)
         if conv is None:
             continue

@@ -18,7 +18,7 @@ __all__ = ["fuse_conv", "fuse_linear", "fuse_multiply_add"]
 def fuse_conv(graph: Graph) -> Graph:
     """conv2d + affine_channel to conv_affine_act, and an activation after either of them into it."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if op.kind == "affine_channel":
             conv = _inner(e, op.inputs[0], ("conv2d",))
             if conv is None or len(conv.inputs) != 2 or conv.attr("act") != "none":
@@ -36,7 +36,7 @@ def fuse_conv(graph: Graph) -> Graph:
 def fuse_linear(graph: Graph) -> Graph:
     """linear + an activation to linear_act."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if _activation(op) is None:
             continue
         linear = _inner(e, op.inputs[0], ("linear",))
@@ -48,7 +48,7 @@ def fuse_linear(graph: Graph) -> Graph:
 def fuse_multiply_add(graph: Graph) -> Graph:
     """a * b + c of floats to multiply_add, which rounds once where the two ops round twice."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if op.kind != "binary" or op.attr("fn") != "add" or len(op.inputs) != 2:
             continue
         if op.output.type.dtype not in FLOATS:

@@ -25,7 +25,7 @@ _EXACT_ON_INTEGERS = ("cumsum", "reduce")
 def simplify(graph: Graph) -> Graph:
     """Without ops that give their input back, and with reshapes, or permutations, in a row as one."""
     e = Editor(graph)
-    for op in graph.ops:
+    for op in e.graph.ops:
         if len(op.inputs) == 1 and _gives_back(op, e.values[op.inputs[0]].type):
             e.rename(op, op.inputs[0])
             continue
@@ -65,7 +65,7 @@ def fold_constants(graph: Graph) -> Graph:
     known: dict[str, NDArray[Any]] = {
         c.value.name: np.array(c.data).reshape(c.value.type.shape) for c in graph.constants
     }
-    for op in graph.ops:
+    for op in e.graph.ops:
         if not all(n in known for n in op.inputs) or not _computable(op):
             continue
         found = _evaluated(op, [known[n] for n in op.inputs])
