@@ -207,7 +207,10 @@ def _vendor(
 
 
 def _cann(pipe: Pipe) -> None:
-    """The version of CANN, from the files that its installer leaves."""
+    """The versions of the driver and of CANN, from the files that their installers leave."""
+    driver = re.search(r"^Version\s*=\s*(\S+)", _text(ROOT / "usr/local/Ascend/driver/version.info"), re.M)
+    if driver:
+        pipe.fact("version", ["ascend driver", driver[1]])
     home = os.environ.get("ASCEND_HOME_PATH") or os.environ.get("ASCEND_TOOLKIT_HOME")
     roots = [Path(home)] if home else [ROOT / "usr/local/Ascend/ascend-toolkit/latest"]
     for root in roots:
@@ -270,6 +273,7 @@ TRIES = {"cpu": cpu, "cuda": cuda, "ascend": ascend, "mlu": mlu}
 def main() -> None:
     """Try one backend; whatever it raises is told as text, with the module that raised it."""
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash is a result here
+    sys.path[:] = json.loads(os.environ.pop("LOONGFORGE_PROBE_PATH", "null")) or sys.path
     pipe = Pipe(int(sys.argv[2]))
     try:
         pipe.send(end="ready", devices=TRIES[sys.argv[1]](pipe))

@@ -116,11 +116,9 @@ def _said(tail: str) -> str:
 def _run(name: str, timeout_s: float) -> tuple[list[dict[str, Any]], str, str]:
     """(messages of the child, end of what it printed, how it ended where no message says so)."""
     reader, writer = os.pipe()
-    # torch must come up without loading other backends: theirs are other processes
-    env = os.environ | {
-        "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
+    # torch must come up without loading other backends: theirs are other processes. The caller's path is not made
+    # PYTHONPATH, where a module of the caller could take the place of one of the standard library in the child.
+    env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LOONGFORGE_PROBE_PATH": json.dumps(sys.path)}
     try:
         child = subprocess.Popen(
             [sys.executable, "-P", str(_CHILD), name, str(writer)],
