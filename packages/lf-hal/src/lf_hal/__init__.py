@@ -11,6 +11,7 @@ from lf_hal.hardware import hardware
 from lf_hal.lir import Graph, parse, to_text, verify
 from lf_hal.lir.trace import trace, trace_program, weights_of
 from lf_hal.passes import PassOptions, optimize
+from lf_hal.precision import precision_settings
 from lf_hal.probe import Choice, Probe, State, choose, probe, require
 from lf_hal.spec import DeviceSpec
 from lf_hal.spec import spec as device_spec
@@ -42,6 +43,7 @@ __all__ = [
     "load",
     "optimize",
     "parse",
+    "precision_settings",
     "probe",
     "require",
     "resolve_target",
