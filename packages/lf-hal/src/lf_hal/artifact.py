@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import tempfile
+import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -66,6 +67,13 @@ class _Opened:
     ffi: Any
     library: Any
     model: Any
+    weights: WeightsFile  # the model reads from its mapping
+
+
+def _close_models(opened: dict[int, _Opened]) -> None:
+    while opened:
+        _, one = opened.popitem()
+        one.library.lf_model_close(one.model)
 
 
 class Artifact:
@@ -83,6 +91,7 @@ class Artifact:
         self.outputs = tuple(_value(row) for row in manifest["outputs"])
         self._weights: WeightsFile | None = None
         self._opened: dict[int, _Opened] = {}
+        weakref.finalize(self, _close_models, self._opened)
 
     def run(
         self, inputs: Mapping[str, Array] | Sequence[Array], *, threads: int | None = None
@@ -131,9 +140,7 @@ class Artifact:
 
     def close(self) -> None:
         """Free the model's memory and end its threads. A run opens it again."""
-        for opened in self._opened.values():
-            opened.library.lf_model_close(opened.model)
-        self._opened.clear()
+        _close_models(self._opened)
         self._weights = None
 
     def __enter__(self) -> Artifact:
@@ -143,10 +150,6 @@ class Artifact:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-    def __del__(self) -> None:
-        if getattr(self, "_opened", None):
-            self.close()
 
     def __repr__(self) -> str:
         return (
@@ -188,7 +191,7 @@ class Artifact:
         status = library.lf_model_open(handle, ffi.cast("uint8_t *", data.ctypes.data), data.nbytes, threads)
         if status != 0:
             raise HalError(f"{self.folder}: the model cannot be opened: {_STATUS.get(status, status)}")
-        self._opened[threads] = _Opened(ffi, library, handle[0])
+        self._opened[threads] = _Opened(ffi, library, handle[0], self._weights)
         return self._opened[threads]
 
     def _run_here(self, arrays: list[Array], outputs: Mapping[str, Array], threads: int) -> None:

@@ -1,6 +1,7 @@
-"""Models of the tests beside this file; one thread in torch."""
+"""Models of the tests beside this file and of those of the intermediate form."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
+here = Path(__file__).parent
+sys.path[:0] = [str(here), str(here.parent / "lir")]

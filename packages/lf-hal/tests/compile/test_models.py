@@ -1,110 +1,118 @@
-"""Whole models: the same bits for every instruction set and any number of threads, and near to float64."""
+"""Whole models: the same bits for every instruction set and any number of threads, and near to float64.
+
+The models are those of the tracer's tests (ResNets, Llama, GPT-2, BERT, a detector's neck, LSTMs, both models of
+lf-meta) and a ResNet-18 of full width. A model is compiled once for this machine; every other target is held to that.
+"""
 
 from __future__ import annotations
 
-import copy
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from compile_models import LanguageModel, resnet18, with_statistics
-from torch import nn
+from compile_models import resnet18, with_statistics
+from lir_models import NAMES
+from traced import EPS, Traced, assert_close, longest_sum, of, traced
 
 import lf_hal
-from lf_hal.lir import Graph
-from lf_hal.lir.trace import trace, weights_of
 from lf_hal.targets import TARGETS, missing_features
 
-X86 = [n for n, t in TARGETS.items() if t.machine == "x86_64" and not missing_features(t)]
-OTHERS = ["aarch64-neon", "riscv64", "loongarch64-lasx"]
-EPS = 2.0**-24
+Outputs = dict[str, np.ndarray]
+WIDE = "resnet18, 64 channels"
+QUICK = ("resnet18", "llama", "bert", "yolo_neck", "lstm_cell", WIDE)
+MODELS = [
+    pytest.param(n, marks=() if n in QUICK else pytest.mark.cross, id=n.split(",")[0] + " wide" * (n == WIDE))
+    for n in (*NAMES, WIDE)
+]
 
-Example = tuple[nn.Module, torch.Tensor]
+
+def as_cross(case: Any) -> Any:
+    return pytest.param(*case.values, marks=pytest.mark.cross, id=case.id)
 
 
-def image_model() -> Example:
+NATIVE = lf_hal.resolve_target("native")
+OTHERS_HERE = [
+    n for n, t in TARGETS.items() if t.machine == NATIVE.machine and t != NATIVE and not missing_features(t)
+]
+ELSEWHERE = [n for n, t in TARGETS.items() if t.machine != NATIVE.machine]
+
+
+@cache
+def model(name: str) -> Traced:
+    if name != WIDE:
+        return traced(name)
     torch.manual_seed(1)
-    return with_statistics(resnet18(classes=10)), torch.randn(1, 3, 64, 64)
+    return of(with_statistics(resnet18(classes=10)), (torch.randn(1, 3, 64, 64),))
 
 
-def language_model() -> Example:
-    torch.manual_seed(2)
-    model = LanguageModel(vocab=97, dim=64, layers=2, heads=4, kv_heads=2, hidden=172, length=32)
-    return model.eval(), torch.randint(0, 97, (1, 19))
+@cache
+def made(name: str) -> lf_hal.Artifact:
+    return lf_hal.compile(model(name).graph, model(name).weights)
 
 
-MODELS = {"resnet18": image_model, "language model": language_model}
+@cache
+def here(name: str) -> Outputs:
+    return made(name).run(model(name).inputs)
 
 
-@pytest.fixture(scope="module", params=list(MODELS))
-def case(request: pytest.FixtureRequest) -> tuple[Graph, nn.Module, torch.Tensor]:
-    module, example = MODELS[request.param]()
-    return trace(module, (example,)), module, example
+def assert_same_bits(found: Outputs, expected: Outputs) -> None:
+    assert list(found) == list(expected)
+    for name, array in expected.items():
+        assert found[name].dtype == array.dtype
+        assert found[name].tobytes() == array.tobytes(), name
 
 
-def run(graph: Graph, module: nn.Module, example: torch.Tensor, target: str, threads: int = 1) -> np.ndarray:
-    with lf_hal.compile(graph, weights_of(module, graph), target) as made:
-        (found,) = made.run([example.numpy()], threads=threads).values()
-    return found
+@pytest.mark.parametrize("name", MODELS)
+def test_a_model_is_as_near_to_float64_as_torch(name: str) -> None:
+    case, found = model(name), here(name)
+    bound = longest_sum(case.graph) * EPS
+    for exact, theirs, ours in zip(case.run("float64"), case.expected, found.values(), strict=True):
+        assert_close(ours, exact, bound)
+        scale = np.abs(exact).max()
+        assert np.abs(ours - exact).max() <= 8 * max(np.abs(theirs - exact).max(), EPS * scale)
 
 
-def bits(array: np.ndarray) -> np.ndarray:
-    return array.view(np.uint32)
+@pytest.mark.parametrize("name", MODELS)
+def test_neither_threads_nor_repetition_change_a_bit(name: str) -> None:
+    for threads in (2, 3, 2, 1):
+        assert_same_bits(made(name).run(model(name).inputs, threads=threads), here(name))
 
 
-def test_the_result_is_near_to_float64(case: tuple[Graph, nn.Module, torch.Tensor]) -> None:
-    """Within 8 * K * eps of the largest value, K the longest sum of the model; torch's own float32 as a yardstick."""
-    graph, module, example = case
-    wide = copy.deepcopy(module).double()
-    with torch.no_grad():
-        exact = wide(example.double() if example.is_floating_point() else example).numpy()
-        theirs = module(example).numpy()
-    ours = run(graph, module, example, "native")
-    longest = max(v.type.elements // v.type.shape[0] for v in graph.weights if len(v.type.shape) > 1)
-    error, scale = np.abs(ours - exact).max(), np.abs(exact).max()
-    assert error <= 8 * longest * EPS * scale
-    assert error <= 8 * max(np.abs(theirs - exact).max(), EPS * scale)
-
-
-def test_threads_change_no_bit(case: tuple[Graph, nn.Module, torch.Tensor]) -> None:
-    graph, module, example = case
-    one = run(graph, module, example, "native")
-    for threads in (2, 3):
-        assert np.array_equal(bits(run(graph, module, example, "native", threads)), bits(one))
-
-
-def test_repeated_runs_give_the_same_bits(case: tuple[Graph, nn.Module, torch.Tensor]) -> None:
-    graph, module, example = case
-    with lf_hal.compile(graph, weights_of(module, graph), threads=2) as made:
-        first, *others = (next(iter(made.run([example.numpy()]).values())) for _ in range(5))
-    assert all(np.array_equal(bits(first), bits(o)) for o in others)
-
-
-@pytest.mark.skipif(len(X86) < 2, reason="one instruction set here")
-def test_instruction_sets_of_this_machine_agree(case: tuple[Graph, nn.Module, torch.Tensor]) -> None:
-    graph, module, example = case
-    first, *others = (run(graph, module, example, target) for target in X86)
-    for other in others:
-        assert np.array_equal(bits(other), bits(first))
+@pytest.mark.parametrize("target", OTHERS_HERE)
+@pytest.mark.parametrize("name", [p if p.values[0] in ("llama", WIDE) else as_cross(p) for p in MODELS])
+def test_instruction_sets_of_this_machine_agree(name: str, target: str) -> None:
+    case = model(name)
+    with lf_hal.compile(case.graph, case.weights, target) as other:
+        for threads in (1, 2):
+            assert_same_bits(other.run(case.inputs, threads=threads), here(name))
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("target", OTHERS)
-def test_other_machines_agree(case: tuple[Graph, nn.Module, torch.Tensor], target: str) -> None:
-    graph, module, example = case
-    here = run(graph, module, example, "native")
-    for threads in (1, 2):
-        assert np.array_equal(bits(run(graph, module, example, target, threads)), bits(here))
+@pytest.mark.parametrize("target", ELSEWHERE)
+@pytest.mark.parametrize("name", MODELS)
+def test_other_machines_agree(name: str, target: str) -> None:
+    case = model(name)
+    with lf_hal.compile(case.graph, case.weights, target) as other:
+        for threads in (1, 2):
+            assert_same_bits(other.run(case.inputs, threads=threads), here(name))
 
 
-def test_a_saved_artefact_gives_the_same_bits(
-    case: tuple[Graph, nn.Module, torch.Tensor], tmp_path: Path
-) -> None:
-    graph, module, example = case
-    with lf_hal.compile(graph, weights_of(module, graph)) as made:
-        (before,) = made.run([example.numpy()]).values()
-        made.save(tmp_path / "model")
-    with lf_hal.load(tmp_path / "model") as loaded:
-        (after,) = loaded.run([example.numpy()]).values()
-    assert np.array_equal(bits(after), bits(before))
+@pytest.mark.parametrize("name", ["resnet18", "llama"])
+def test_a_saved_artefact_gives_the_same_bits(name: str, tmp_path: Path) -> None:
+    with made(name).save(tmp_path / "model") as loaded:
+        assert_same_bits(loaded.run(model(name).inputs), here(name))
+
+
+@pytest.mark.parametrize("name", ["resnet18", "yolo_neck"])
+def test_images_are_turned_only_at_the_edges(name: str) -> None:
+    """No step between convolutions copies: the copies are of inputs, outputs, and what is joined or reduced."""
+    case = model(name)
+    steps = made(name).manifest["steps"]
+    joined = sum(len(op.inputs) for op in case.graph.ops if op.kind == "concat")
+    text = (made(name).folder / "graph.c").read_text()
+    copies = text.count("lf_copy_f32(")
+    assert len(steps) > 20
+    assert copies <= len(case.graph.inputs) + len(case.graph.outputs) + joined + 1
