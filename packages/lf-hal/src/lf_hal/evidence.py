@@ -57,7 +57,7 @@ CAPABILITIES: tuple[Capability, ...] = (
         "probe.ascend",
         "torch_npu over CANN",
         Evidence.CONTRACT_ONLY,
-        "against packages that fail as reported",
+        "against packages that fail as reported, and the wheel of torch_npu 2.13.0 without CANN",
     ),
     Capability(
         "probe.mlu",

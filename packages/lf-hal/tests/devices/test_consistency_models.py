@@ -9,6 +9,7 @@ from torch import nn
 
 import lf_hal
 from lf_hal import Run, check_consistency
+from lf_hal.fp_guard import fp_state
 from lf_hal.lir import Graph, reference
 from lf_hal.targets import TARGETS, missing_features
 
@@ -86,6 +87,25 @@ def test_torch_has_other_bits_and_lies_in_the_bound(
             magnitude=sizes,
         )
         assert [b.device for b in found.bounds if b.worst > 1] == ["cpu:0"]
+
+
+def test_a_thread_that_flushes_subnormals_changes_no_bit_of_a_compiled_model(
+    case: tuple[Graph, nn.Module, Weights, dict[str, np.ndarray]],
+) -> None:
+    graph, _, weights, inputs = case
+    tiny = {name: x * np.float32(1e-42) for name, x in inputs.items()}
+    small = {name: w * np.float32(1e-42) if name == "bias" else w for name, w in weights.items()}
+    with lf_hal.compile(graph, small) as made:
+        (before,) = made.run(tiny).values()
+        torch.set_flush_denormal(True)
+        try:
+            (after,) = made.run(tiny).values()
+            wrong = fp_state().wrong
+        finally:
+            torch.set_flush_denormal(False)
+    assert before.any()
+    assert (after.view(np.uint32) == before.view(np.uint32)).all()
+    assert wrong  # and the caller's own state is its own
 
 
 @pytest.mark.cross
