@@ -4,7 +4,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
+settings.register_profile("busy machine", deadline=None)
+settings.load_profile("busy machine")
 sys.path.insert(0, str(Path(__file__).parent))
 
 

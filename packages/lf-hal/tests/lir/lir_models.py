@@ -348,7 +348,7 @@ def case(name: str) -> Case:
     if name == "gr00t_n16_vla":
         return vla()
     makers: dict[str, Any] = {
-        "resnet18": lambda: (resnet18(8), (torch.randn(2, 3, 64, 64),)),
+        "resnet18": lambda: (resnet18(8), (torch.randn(2, 3, 32, 32),)),
         "resnet50": lambda: (resnet50(8), (torch.randn(1, 3, 32, 32),)),
         "llama": lambda: (Llama(), (ids,)),
         "gpt2": lambda: (GPT2(), (ids,)),

@@ -9,34 +9,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 from lir_graphs import sample, value
-from lir_models import NAMES, case
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
-from traced import EPS, array, assert_close, check, longest_sum, traced
+from traced import check
 
 from lf_hal.lir import Graph, TensorType, Value, make_op, reference
-
-C = 1  # of the bound C * K * EPS, relative to the largest element of an output
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_model_is_within_the_bound_of_torch(name: str) -> None:
-    found = traced(name)
-    bound = C * longest_sum(found.graph) * EPS
-    for exact, single, expected in zip(found.run("float64"), found.run(), found.expected, strict=True):
-        assert_close(expected, exact, bound)
-        assert_close(single, exact, bound)
-
-
-@pytest.mark.parametrize("name", ["resnet18", "gpt2", "bert", "yolo_neck", "conv_lstm", "lstm_cell"])
-def test_in_float64_a_model_is_torch_in_float64(name: str) -> None:
-    """Nothing but the mathematics is left to differ: 1e-12, where float32 gives 1e-7."""
-    made = case(name)
-    inputs = tree_map(lambda t: t.double() if t.is_floating_point() else t, made.inputs)
-    with torch.no_grad():
-        outputs = tree_leaves(made.module.double()(*inputs))
-    for exact, expected in zip(traced(name).run("float64"), outputs, strict=True):
-        assert_close(exact, array(expected), 1e-12)
 
 
 class Do(nn.Module):
@@ -286,7 +262,7 @@ def test_layers_are_torchs(name: str) -> None:
     check(make().eval(), inputs, bound=1e-5)
 
 
-HUGGING_FACE = ("Llama", "Qwen3", "GPT2", "Bert")
+HUGGING_FACE = ("Qwen3", "GPT2", "Bert")
 
 
 @pytest.mark.parametrize("name", HUGGING_FACE)
@@ -294,7 +270,7 @@ def test_models_of_transformers_are_within_the_bound(name: str) -> None:
     transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     sizes = {"vocab_size": 64, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
-    if name in ("Llama", "Qwen3"):
+    if name == "Qwen3":
         sizes |= {"num_key_value_heads": 2, "head_dim": 8, "intermediate_size": 64}
     config = getattr(transformers, f"{name}Config")(**sizes, use_cache=False, bos_token_id=0, eos_token_id=0)
     model = getattr(
@@ -313,9 +289,8 @@ def test_models_of_transformers_are_within_the_bound(name: str) -> None:
     graph = check(Logits().eval(), (torch.arange(8)[None],))
     found = [op.kind for op in graph.ops]
     assert found.count("attention") == 2
-    if name in ("Llama", "Qwen3"):
-        assert found.count("rope") == 4
-        assert found.count("rms_norm") == {"Llama": 5, "Qwen3": 9}[name]
+    if name == "Qwen3":
+        assert (found.count("rope"), found.count("rms_norm")) == (4, 9)
 
 
 def test_one_step_of_decoding_with_caches_is_torchs() -> None:
