@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import tempfile
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from lf_hal.artifact import FORMAT, LIBRARY, PROGRAM, SOURCE, WEIGHTS, Artifact,
 from lf_hal.build import CSRC, Compiler, build_objects, find_compiler, link, run_compiler
 from lf_hal.codegen.emit import emit
 from lf_hal.codegen.lower import Program, lower
-from lf_hal.errors import ArtifactError, WeightsError
+from lf_hal.errors import ArtifactError, HalError, WeightsError
 from lf_hal.lir import verify
 from lf_hal.lir.graph import Graph, Value
 from lf_hal.lir.recipes import apply_recipes
@@ -26,7 +28,6 @@ from lf_hal.weights import NUMPY_DTYPES, open_weights, write_weights
 
 __all__ = ["compile"]
 
-ORDER_VERSION = 1
 _RUNTIME = Path(__file__).parent / "codegen" / "c"
 
 Array = npt.NDArray[Any]
@@ -131,6 +132,15 @@ def _rows(values: Iterable[Value]) -> list[dict[str, Any]]:
     return [{"name": v.name, "dtype": v.type.dtype, "shape": list(v.type.shape)} for v in values]
 
 
+@cache
+def order_version() -> int:
+    """The version of ORDER.md that the kernels keep, as their header says."""
+    found = re.search(r"#define LF_ORDER_VERSION (\d+)", (CSRC / "lf_kernels.h").read_text())
+    if found is None:
+        raise HalError(f"{CSRC / 'lf_kernels.h'} names no LF_ORDER_VERSION; install lf-hal again")
+    return int(found.group(1))
+
+
 def _manifest(
     program: Program, target: Target, tool: Compiler, threads: int, switches: frozenset[str]
 ) -> dict[str, Any]:
@@ -140,7 +150,7 @@ def _manifest(
     return {
         "format": FORMAT,
         "lf_hal": __version__,
-        "order": ORDER_VERSION,
+        "order": order_version(),
         "graph": graph.name,
         "target": target.name,
         "evidence": str(target.evidence),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
 from pathlib import Path
 
 import numpy as np
@@ -177,3 +178,59 @@ def test_a_graph_may_return_its_inputs_weights_and_views() -> None:
     assert list(found) == ["x", "w", "turned", "half"]  # each once
     for name, expected in (("x", a), ("w", a[:, 0]), ("turned", a.T), ("half", a.T[1:])):
         assert np.array_equal(found[name], expected)
+
+
+@pytest.fixture(scope="module")
+def program(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same graph as a static program, as other machines get it, here by gcc."""
+    native = lf_hal.resolve_target("native")
+    runtime = Path(build.__file__).parent / "codegen" / "c"
+    sources = [
+        *sorted(build.CSRC.glob("*.c")),
+        runtime / "lf_runtime.c",
+        runtime / "lf_main.c",
+        folder / "graph.c",
+    ]
+    compiler = build.find_compiler(native)
+    objects = build.build_objects(compiler, native, sources, [build.CSRC, runtime])
+    out = tmp_path_factory.mktemp("program") / "model"
+    build.link(compiler, native, objects, out, shared=False)
+    return out
+
+
+def execute(program: Path, *words: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([program, *map(str, words)], capture_output=True, text=True, check=False)
+
+
+def test_a_program_reads_and_writes_raw_arrays(program: Path, folder: Path, tmp_path: Path) -> None:
+    IDS.tofile(tmp_path / "ids")
+    done = execute(
+        program, "-t", 2, "-r", 3, folder / "weights.lfw", *(tmp_path / n for n in ("ids", "out", "found"))
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert float(done.stdout) > 0
+    with lf_hal.load(folder) as artifact:
+        for name, array in artifact.run([IDS]).items():
+            assert (tmp_path / name).read_bytes() == array.tobytes()
+
+
+def test_a_program_refuses_what_is_not_its_own(program: Path, folder: Path, tmp_path: Path) -> None:
+    IDS.tofile(tmp_path / "ids")
+    places = [tmp_path / n for n in ("ids", "out", "found")]
+    weights, bad = folder / "weights.lfw", tmp_path / "bad.lfw"
+    assert execute(program, weights).returncode == 2
+    assert execute(program, tmp_path / "none", *places).returncode == 3
+    good = weights.read_bytes()
+    for place in (0, 9, 40, 50, 100, 4000, len(good) - 1):
+        bad.write_bytes(good[:place] + bytes([good[place] ^ 1]) + good[place + 1 :])
+        done = execute(program, bad, *places)
+        assert (done.returncode, str(bad) in done.stderr) == (3, True)
+    bad.write_bytes(good[:-64])
+    assert execute(program, bad, *places).returncode == 3
+    np.array([1, 7, 2]).tofile(tmp_path / "ids")
+    done = execute(program, weights, *places)
+    assert done.returncode == 4
+    assert "index 1 is outside its table" in done.stderr
+    IDS[:2].tofile(tmp_path / "ids")
+    assert execute(program, weights, *places).returncode == 3
+    assert not (tmp_path / "out").exists()

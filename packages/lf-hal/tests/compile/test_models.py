@@ -116,3 +116,24 @@ def test_images_are_turned_only_at_the_edges(name: str) -> None:
     copies = text.count("lf_copy_f32(")
     assert len(steps) > 20
     assert copies <= len(case.graph.inputs) + len(case.graph.outputs) + joined + 1
+
+
+def test_a_checkpoint_has_the_bits_of_the_module_it_was_saved_from(tmp_path: Path) -> None:
+    lf_ckpt = pytest.importorskip("lf_ckpt")
+    with lf_ckpt.open(tmp_path / "store") as store:
+        store.save(0, *lf_ckpt.collect(model("llama").module)).wait()
+        lf_ckpt.export_file(store, 0, tmp_path / "step.lfckpt")
+    saved = lf_hal.read_weights(tmp_path / "step.lfckpt", prefix="model.")
+    buffers = dict(
+        model("llama").module.named_buffers()
+    )  # one of them is not persistent, so no checkpoint has it
+    with lf_hal.compile(model("llama").graph, {**buffers, **saved}) as loaded:
+        assert_same_bits(loaded.run(model("llama").inputs), here("llama"))
+
+
+@pytest.mark.cross
+@pytest.mark.parametrize("name", ["llama", WIDE])
+def test_gcc_and_clang_agree(name: str) -> None:
+    case = model(name)
+    with lf_hal.compile(case.graph, case.weights, compiler="zig") as program:
+        assert_same_bits(program.run(case.inputs, threads=2), here(name))

@@ -10,6 +10,7 @@ from typing import Any
 
 from lf_hal.errors import ArtifactError, HalError
 from lf_hal.lir.graph import Graph
+from lf_hal.sources import read_weights
 from lf_hal.targets import SWITCHES, TARGETS
 
 __all__ = ["arguments", "run"]
@@ -23,6 +24,7 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--weights", type=Path, help=".safetensors or .lfckpt file; a .lir needs it, a .pt2 brings its own"
     )
+    parser.add_argument("--prefix", default="", help="take the names in --weights that begin so, without it")
     parser.add_argument("--threads", type=int, default=1, help="of a run that does not say (default 1)")
     parser.add_argument("--compiler", choices=("auto", "gcc", "zig"), default="auto")
     for switch in SWITCHES.values():
@@ -39,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
     check_switches(target, switches)  # before torch is imported for the model
     if args.threads < 1:
         raise HalError(f"--threads {args.threads}: give at least 1")
-    graph, weights = _read(args.model, args.weights)
+    graph, weights = _read(args.model, args.weights, args.prefix)
     out = args.out or args.model.with_suffix(f".{target.name}")
     begin = time.perf_counter()
     made = compile(
@@ -62,14 +64,15 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _read(model: Path, weights: Path | None) -> tuple[Graph, Mapping[str, Any] | Path]:
+def _read(model: Path, weights: Path | None, prefix: str) -> tuple[Graph, Mapping[str, Any]]:
+    given = read_weights(weights, prefix) if weights is not None else None
     if not model.is_file():
         raise ArtifactError(model, "is not there")
     if model.suffix == ".lir":
         from lf_hal.lir.text import parse
 
         graph = parse(model.read_text())
-        return graph, weights if weights is not None else {}
+        return graph, given or {}
     if model.suffix != ".pt2":
         raise HalError(f"{model} is no model: give a .pt2 of torch.export.save, or a graph as .lir text")
     try:
@@ -83,4 +86,6 @@ def _read(model: Path, weights: Path | None) -> tuple[Graph, Mapping[str, Any] |
     except Exception as error:
         raise HalError(f"{model}: torch.export.load cannot read it: {error}") from error
     graph = trace_program(program, model.stem)
-    return graph, weights if weights is not None else weights_of(program, graph)
+    if given is None:
+        return graph, weights_of(program, graph)
+    return graph, {**program.constants, **given}  # buffers that are not persistent are in no checkpoint
