@@ -353,6 +353,20 @@ def test_a_module_of_the_caller_takes_the_place_of_none_in_the_child(site: Path)
     assert one("mlu").state is State.ABSENT
 
 
+def test_a_process_that_cannot_be_started_is_a_result_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere/python")
+    found = one("cpu")
+    assert found.state is State.INSTALLED_UNUSABLE
+    assert "no process could be started" in found.reason
+
+    def pipe() -> tuple[int, int]:
+        raise OSError(24, "Too many open files")
+
+    monkeypatch.setattr(os, "pipe", pipe)
+    assert "Too many open files" in one("mlu").reason
+    assert probe(1.0, []) == []
+
+
 def test_a_backend_nobody_knows_is_an_error() -> None:
     with pytest.raises(ValueError, match="ascend"):
         probe(1.0, ["tpu"])

@@ -42,6 +42,8 @@ def probe(timeout_s: float = TIMEOUT_S, backends: Sequence[str] | None = None) -
         known = ", ".join(row.name for row in BACKENDS)
         raise ValueError(f"no backend is called {', '.join(sorted(unknown))}; there are {known}")
     chosen = [row for row in BACKENDS if backends is None or row.name in backends]
+    if not chosen:
+        return []
     with ThreadPoolExecutor(len(chosen)) as pool:
         return list(pool.map(lambda row: run_probe(row, timeout_s), chosen))
 
@@ -115,13 +117,16 @@ def _said(tail: str) -> str:
 
 def _run(name: str, timeout_s: float) -> tuple[list[dict[str, Any]], str, str]:
     """(messages of the child, end of what it printed, how it ended where no message says so)."""
-    reader, writer = os.pipe()
+    try:
+        reader, writer = os.pipe()
+    except OSError as error:  # no file descriptor is left
+        return [], "", f"no process could be started: {error}"
     # torch must come up without loading other backends: theirs are other processes. The caller's path is not made
     # PYTHONPATH, where a module of the caller could take the place of one of the standard library in the child.
     env = os.environ | {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0", "LOONGFORGE_PROBE_PATH": json.dumps(sys.path)}
     try:
         child = subprocess.Popen(
-            [sys.executable, "-P", str(_CHILD), name, str(writer)],
+            [sys.executable or "python3", "-P", str(_CHILD), name, str(writer)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
