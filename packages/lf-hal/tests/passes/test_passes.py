@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -217,6 +218,30 @@ def test_integers_are_not_fused() -> None:
     d = Draft(x)
     graph = d.graph(d.add("binary", d.add("binary", x, x, fn="mul"), x, fn="add"))
     assert fuse_multiply_add(graph) == graph
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "expected"),
+    [
+        ("mlu290", "mlu290", "mlu290"),
+        ("mlu290", None, "mlu290"),
+        (None, "npu", "npu"),
+        ("mlu290", "npu", "apart"),
+    ],
+)
+def test_ops_marked_for_different_hardware_stay_apart(
+    first: str | None, second: str | None, expected: str
+) -> None:
+    norm = lower_batch_norm(normalised())
+    y, c = norm.ops[-1].output, value("c", 1, 3, 5, 5)
+    conv, affine = (replace(op, hardware_affinity=a) for op, a in zip(norm.ops, (first, second), strict=True))
+    relu = make_op("unary", "r", [y], {"fn": "relu"}, first)
+    product = make_op("binary", "p", [relu.output, c], {"fn": "mul"}, first)
+    total = make_op("binary", "t", [product.output, c], {"fn": "add"}, second)
+    ops = (conv, affine, relu, product, total)
+    before = replace(norm, inputs=(*norm.inputs, c), ops=ops, outputs=("t",))
+    marks = [op.hardware_affinity for op in optimize(before).ops]
+    assert marks == ([first, second, first, first, second] if expected == "apart" else [expected] * 2)
 
 
 # moves and constants

@@ -134,6 +134,11 @@ def _gather(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     return np.asarray(x[0][tuple(places)])
 
 
+def _multiply_add(a: Array, b: Array, c: Array) -> Array:
+    """Of float32 rounded once, but for the rare case that float64's own rounding decides."""
+    return np.asarray(a.astype(np.float64) * b + c, a.dtype)
+
+
 def _linear(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     out = x[0] @ x[1].T
     out = out + x[2] if len(x) > 2 else out
@@ -145,7 +150,7 @@ def _conv(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     if len(x) == 3:
         out = out + x[2].reshape(-1, 1, 1)
     if len(x) == 4:
-        out = out * x[2].reshape(-1, 1, 1) + x[3].reshape(-1, 1, 1)
+        out = _multiply_add(out, x[2].reshape(-1, 1, 1), x[3].reshape(-1, 1, 1))
     return activate(op.get_str("act"), out)
 
 
@@ -157,7 +162,7 @@ def _batch_norm(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
 
 def _affine(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     along = (-1, *[1] * (x[0].ndim - 2))
-    return np.asarray(x[0] * x[1].reshape(along) + x[2].reshape(along))
+    return _multiply_add(x[0], x[1].reshape(along), x[2].reshape(along))
 
 
 _KINDS: dict[str, Callable[[Op, Arrays, np.dtype[Any]], Array]] = {
@@ -182,7 +187,7 @@ _KINDS: dict[str, Callable[[Op, Arrays, np.dtype[Any]], Array]] = {
     "linear_act": _linear,
     "lstm_cell": lambda op, x, work: nn.lstm_cell(x),
     "matmul": lambda op, x, work: x[0] @ x[1],
-    "multiply_add": lambda op, x, work: x[0] * x[1] + x[2],
+    "multiply_add": lambda op, x, work: _multiply_add(*x),
     "permute": lambda op, x, work: x[0].transpose(op.get_ints("perm")),
     "pool2d": lambda op, x, work: nn.pool2d(op, x[0]),
     "reduce": _reduce,

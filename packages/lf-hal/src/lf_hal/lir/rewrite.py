@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from lf_hal.lir.graph import Constant, Graph, Op, Recipe, Value
 
-__all__ = ["Editor", "remove_dead"]
+__all__ = ["Editor", "agree", "remove_dead"]
 
 
 def remove_dead(graph: Graph) -> Graph:
@@ -30,6 +30,11 @@ def remove_dead(graph: Graph) -> Graph:
         recipes=tuple(reversed(recipes)),
         ops=tuple(reversed(ops)),
     )
+
+
+def agree(a: Op, b: Op) -> bool:
+    """Whether two ops may become one: no two different hints on where they should run."""
+    return None in (a.hardware_affinity, b.hardware_affinity) or a.hardware_affinity == b.hardware_affinity
 
 
 class Editor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 from lf_hal.lir.graph import Graph, Op, Value
 from lf_hal.lir.ops import make_op
 from lf_hal.lir.recipes import make_recipe
-from lf_hal.lir.rewrite import Editor
+from lf_hal.lir.rewrite import Editor, agree
 
 __all__ = ["fold_affine", "fold_batch_norm", "lower_batch_norm"]
 
@@ -62,7 +62,7 @@ def fold_affine(graph: Graph) -> Graph:
                 make_recipe("scale_shift", e.fresh(f"{op.output.name}.bias"), [old, scale, shift])
             )
         x: Value = e.values[conv.inputs[0]]
-        attrs, affinity = dict(conv.attrs), conv.hardware_affinity
+        attrs, affinity = dict(conv.attrs), conv.hardware_affinity or op.hardware_affinity
         e.replace(op, make_op("conv2d", op.output.name, [x, folded, bias], attrs, affinity))
     return e.done()
 
@@ -78,4 +78,4 @@ def _foldable(e: Editor, op: Op) -> Op | None:
     conv = e.producer(op.inputs[0], "conv2d")
     if conv is None or conv.attr("act") != "none" or not e.only_use(conv.output.name):
         return None
-    return conv if all(_is_stored(e, n) for n in conv.inputs[1:]) else None
+    return conv if agree(conv, op) and all(_is_stored(e, n) for n in conv.inputs[1:]) else None
