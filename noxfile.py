@@ -180,6 +180,7 @@ def cross(session: nox.Session) -> None:
     session.run(python, "tools/cross_tools.py", external=True)
     for package in CROSS:
         command = ["-m", "pytest", f"packages/{package}/tests", "-m", "cross", *PARALLEL[package]]
+        command += ["-o", "timeout=1200"]  # zig builds musl once for each machine it links a whole model for
         session.run(python, *command, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 

@@ -339,6 +339,10 @@ def attentions(p: Program) -> None:
         attention(p, f"attention-{kind}", (2, 4, 2, 9, 9, 16, 20), causal=True, kind=kind)
     attention(p, "attention-plain", (1, 2, 2, 7, 33, 24, 24))
     attention(p, "attention-decode", (2, 4, 1, 1, 40, 16, 16), causal=True, q_offset=39)
+    attention(
+        p, "attention-decode-long", (1, 2, 1, 2, 300, 64, 64), causal=True, q_offset=297, kind="special"
+    )
+    attention(p, "attention-decode-wide", (2, 1, 1, 1, 130, 20, 112), lengths=[0, 129])
     attention(p, "attention-lengths", (3, 2, 1, 5, 20, 8, 8), lengths=[20, 0, 7])
     attention(p, "attention-mask", (1, 2, 2, 30, 30, 12, 17), causal=True, mask=True)
     attention(p, "attention-long", (1, 1, 1, 3, 600, 8, 16), causal=True, q_offset=510)

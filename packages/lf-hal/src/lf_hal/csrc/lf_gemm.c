@@ -3,9 +3,24 @@
 
 #define LF_BLOCK_PANELS 32 /* a chunk of so many panels is 256 KiB and stays in the second-level cache */
 
+#define LF_FEW_PANELS (LF_VL == 16 ? 8 : 4) /* what a tile of one row takes */
+
 int64_t lf_panels(int64_t n) { return (n + LF_PANEL - 1) / LF_PANEL; }
 
 int64_t lf_packed_size_f32(int64_t k, int64_t n) { return lf_panels(n) * k * LF_PANEL; }
+
+typedef float v4 __attribute__((vector_size(16)));
+
+/* to[i * LF_PANEL + j] = from[j * stride + i] for i, j < 4. */
+LF_INLINE void transpose4(float *to, const float *from, int64_t stride) {
+    v4 r[4];
+    for (int i = 0; i < 4; i++) memcpy(&r[i], from + i * stride, sizeof(v4));
+    v4 a = __builtin_shufflevector(r[0], r[1], 0, 4, 1, 5), b = __builtin_shufflevector(r[2], r[3], 0, 4, 1, 5);
+    v4 c = __builtin_shufflevector(r[0], r[1], 2, 6, 3, 7), d = __builtin_shufflevector(r[2], r[3], 2, 6, 3, 7);
+    v4 t[4] = {__builtin_shufflevector(a, b, 0, 1, 4, 5), __builtin_shufflevector(a, b, 2, 3, 6, 7),
+               __builtin_shufflevector(c, d, 0, 1, 4, 5), __builtin_shufflevector(c, d, 2, 3, 6, 7)};
+    for (int i = 0; i < 4; i++) memcpy(to + i * LF_PANEL, &t[i], sizeof(v4));
+}
 
 void lf_pack_b_f32(float *packed, const float *b, int64_t k_stride, int64_t n_stride, int64_t k, int64_t n,
                    int64_t panel_begin, int64_t panel_end) {
@@ -17,7 +32,12 @@ void lf_pack_b_f32(float *packed, const float *b, int64_t k_stride, int64_t n_st
             for (int64_t i = 0; i < k; i++) memcpy(to + i * LF_PANEL, from + i * k_stride, LF_PANEL * sizeof(float));
             continue;
         }
-        for (int64_t i = 0; i < k; i++)
+        int64_t i = 0;
+        if (k_stride == 1 && valid == LF_PANEL)
+            for (; i + 4 <= k; i += 4)
+                for (int64_t j = 0; j < LF_PANEL; j += 4)
+                    transpose4(to + i * LF_PANEL + j, from + j * n_stride + i, n_stride);
+        for (; i < k; i++)
             for (int64_t j = 0; j < LF_PANEL; j++)
                 to[i * LF_PANEL + j] = j < valid ? from[i * k_stride + j * n_stride] : 0.0f;
     }
@@ -173,7 +193,7 @@ void lf_product(float *y, int64_t y_stride, const float *a, int64_t a_stride, co
                 int64_t k, int64_t n, const lf_epilogue *epilogue, int64_t row_begin, int64_t row_end,
                 int64_t panel_begin, int64_t panel_end) {
     /* With few rows B is read once: one panel group after the other, each along its whole k, is one stream. */
-    int64_t few = row_end - row_begin <= LF_ROWS, width = few ? 8 : LF_BLOCK_PANELS;
+    int64_t few = row_end - row_begin <= LF_ROWS, width = few ? LF_FEW_PANELS : LF_BLOCK_PANELS;
     y += row_begin * y_stride;
     a += row_begin * a_stride;
     for (int64_t p = panel_begin; p < panel_end; p += width) {
