@@ -170,6 +170,14 @@ def test_a_shape_that_follows_data_is_refused_by_name() -> None:
     assert e.value.value == "nonzero"
 
 
+def test_nearest_pixels_that_float32_would_choose_otherwise_are_refused() -> None:
+    image = torch.arange(2.0)[None, None, None]
+    grown = F.interpolate(image, size=(1, 82))[0, 0, 0]
+    assert grown[41] == 0  # torch; 41 * 2 / 82 is 1
+    with pytest.raises(UnsupportedOperatorsError, match="float32 rounds otherwise"):
+        trace(Do(lambda _, x: F.interpolate(x, size=(1, 82))), (image,))
+
+
 def test_control_flow_on_data_is_an_error_of_ours() -> None:
     with pytest.raises(ExportFailedError) as e:
         trace(Do(lambda _, x: x * 2 if x.sum() > 0 else x), (torch.ones(2),))

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import prod
 
+import numpy as np
+
 from lf_hal.lir._lower import Call, lower
 from lf_hal.lir.graph import Value
 
@@ -172,11 +174,24 @@ def _adaptive_avg_pool2d(c: Call) -> Value:
     return c.emit("pool2d", x, fn="avg", kernel=kernel, stride=kernel)
 
 
+def _same_pixels(size: int, target: int, factor: float | None) -> bool:
+    """Whether torch, which multiplies in float32, takes the pixels floor(i * size / target)."""
+    step = np.float32(1 / factor) if factor is not None else np.float32(size) / np.float32(target)
+    i = np.arange(target)
+    theirs = np.minimum(np.floor(i.astype(np.float32) * step).astype(np.int64), size - 1)
+    return np.array_equal(theirs, i * size // target)
+
+
 def _upsample(c: Call, fn: str, align_corners: bool) -> Value:
     x = c.args["input"] if "input" in c.args else c.value()
     size, factors = x.type.shape[2:], c.get("scale_factors", (c.get("scales_h"), c.get("scales_w")))
     for n, target, factor in zip(size, c.shape[2:], factors, strict=True):
         c.need(factor is None or n * factor == target, f"scale {factor} of {n} pixels, which is not {target}")
+        if fn == "nearest":
+            c.need(
+                _same_pixels(n, target, factor),
+                f"{n} pixels to {target}, where torch's float32 rounds otherwise",
+            )
     return c.emit("upsample", x, fn=fn, size=c.shape[2:], align_corners=align_corners)
 
 
