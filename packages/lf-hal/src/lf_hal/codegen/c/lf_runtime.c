@@ -47,9 +47,13 @@ static void fp_leave(fp_state old) { __asm__ volatile("movgr2fcsr $fcsr0, %0" : 
 #error "no floating-point state known for this machine"
 #endif
 
-/* ---- threads: a job is announced by its number; whoever waits spins a little first, as steps are short */
+/* ---- threads
+ *
+ * A job is cut into chunks, several for each thread, which whoever is free claims, so a thread that the system holds up
+ * holds up no more than its chunk. `state` says which job it is (high 32 bits), how many chunks it has (16) and which is
+ * the next (16). Who has claimed a chunk may read the job's fields: they change only after all chunks are done. */
 
-enum { SPINS = 2000 };
+enum { SPINS = 2000, CHUNKS = 4 };
 
 struct lf_team {
     int32_t threads; /* with the calling one */
@@ -62,8 +66,8 @@ struct lf_team {
     lf_step_fn fn;
     lf_ctx *x;
     int64_t total, grain;
-    _Atomic uint64_t job;
-    _Atomic int32_t pending;
+    _Atomic uint64_t state;
+    _Atomic int32_t pending; /* chunks that are not done */
     _Atomic int32_t stop;
 };
 
@@ -80,55 +84,63 @@ static void relax(void) {
 #endif
 }
 
-static int64_t part(const lf_team *p, int32_t rank) {
-    int64_t units = (p->total + p->grain - 1) / p->grain, cut = units * rank / p->threads * p->grain;
-    return cut < p->total ? cut : p->total;
+static uint32_t chunks_of(uint64_t state) { return (uint32_t)(state >> 16 & 0xffff); }
+static uint32_t next_of(uint64_t state) { return (uint32_t)(state & 0xffff); }
+static int idle(uint64_t state) { return next_of(state) >= chunks_of(state); }
+
+static int64_t cut(const lf_team *p, int64_t chunk, int64_t chunks) {
+    int64_t units = (p->total + p->grain - 1) / p->grain, at = units * chunk / chunks * p->grain;
+    return at < p->total ? at : p->total;
 }
 
+/* Claims and does chunks until there are none. */
 static void work(lf_team *p, int32_t rank) {
-    int64_t begin = part(p, rank), end = part(p, rank + 1);
-    if (begin < end) p->fn(p->x, begin, end, p->scratch + rank * p->scratch_bytes);
+    uint64_t state = atomic_load(&p->state);
+    while (!idle(state)) {
+        if (!atomic_compare_exchange_weak(&p->state, &state, state + 1)) continue;
+        uint32_t chunk = next_of(state), chunks = chunks_of(state);
+        int64_t begin = cut(p, chunk, chunks), end = cut(p, chunk + 1, chunks);
+        if (begin < end) p->fn(p->x, begin, end, p->scratch + rank * p->scratch_bytes);
+        if (atomic_fetch_sub(&p->pending, 1) == 1) {
+            pthread_mutex_lock(&p->lock);
+            pthread_cond_signal(&p->done);
+            pthread_mutex_unlock(&p->lock);
+        }
+        state = atomic_load(&p->state);
+    }
 }
 
 static void *worker(void *given) {
     worker_arg arg = *(worker_arg *)given;
     free(given);
     lf_team *p = arg.pool;
-    uint64_t seen = 0;
     fp_enter();
     for (;;) {
-        for (int i = 0; i < SPINS && atomic_load(&p->job) == seen; i++) relax();
-        if (atomic_load(&p->job) == seen) {
+        for (int i = 0; i < SPINS && idle(atomic_load(&p->state)); i++) relax();
+        if (idle(atomic_load(&p->state))) {
             pthread_mutex_lock(&p->lock);
-            while (atomic_load(&p->job) == seen) pthread_cond_wait(&p->work, &p->lock);
+            while (idle(atomic_load(&p->state)) && !atomic_load(&p->stop)) pthread_cond_wait(&p->work, &p->lock);
             pthread_mutex_unlock(&p->lock);
         }
-        seen++;
         if (atomic_load(&p->stop)) return NULL;
         work(p, arg.rank);
-        if (atomic_fetch_sub(&p->pending, 1) == 1) {
-            pthread_mutex_lock(&p->lock);
-            pthread_cond_signal(&p->done);
-            pthread_mutex_unlock(&p->lock);
-        }
     }
 }
 
-static void announce(lf_team *p) {
-    pthread_mutex_lock(&p->lock);
-    atomic_fetch_add(&p->job, 1);
-    pthread_cond_broadcast(&p->work);
-    pthread_mutex_unlock(&p->lock);
-}
-
 void lf_for(lf_team *p, lf_step_fn fn, lf_ctx *x, int64_t total, int64_t grain) {
-    if (p->threads == 1 || total <= grain) {
+    int64_t units = (total + grain - 1) / grain, chunks = (int64_t)p->threads * CHUNKS;
+    if (chunks > units) chunks = units;
+    if (p->threads == 1 || units <= 1) {
         if (total > 0) fn(x, 0, total, p->scratch);
         return;
     }
     p->fn = fn, p->x = x, p->total = total, p->grain = grain;
-    atomic_store(&p->pending, p->threads - 1);
-    announce(p);
+    atomic_store(&p->pending, (int32_t)chunks);
+    pthread_mutex_lock(&p->lock);
+    uint64_t job = (atomic_load(&p->state) >> 32) + 1;
+    atomic_store(&p->state, job << 32 | (uint64_t)chunks << 16);
+    pthread_cond_broadcast(&p->work);
+    pthread_mutex_unlock(&p->lock);
     work(p, 0);
     for (int i = 0; i < SPINS && atomic_load(&p->pending); i++) relax();
     if (atomic_load(&p->pending)) {
@@ -140,8 +152,10 @@ void lf_for(lf_team *p, lf_step_fn fn, lf_ctx *x, int64_t total, int64_t grain) 
 
 static void pool_close(lf_team *p) {
     if (p->started) {
+        pthread_mutex_lock(&p->lock);
         atomic_store(&p->stop, 1);
-        announce(p);
+        pthread_cond_broadcast(&p->work);
+        pthread_mutex_unlock(&p->lock);
         for (int32_t i = 0; i < p->started; i++) pthread_join(p->workers[i], NULL);
     }
     pthread_mutex_destroy(&p->lock);
