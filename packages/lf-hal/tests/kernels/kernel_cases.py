@@ -332,6 +332,10 @@ def products(p: Program) -> None:
         p, "conv-groups", (1, 6, 7, 12), 24, (3, 3), pad=(1, 2), groups=3, kind="special", parts="bias scale"
     )
     conv(p, "conv-depthwise", (1, 6, 6, 7), 7, (3, 3), pad=(1, 1), groups=7, stride=(1, 2))
+    for kind in KINDS:
+        extra = {"stride": (2, 1), "pad": (2, 1), "dilation": (2, 1), "act": 1, "parts": "bias scale"}
+        conv(p, f"conv-depthwise-{kind}", (2, 9, 8, 37), 37, (3, 3), groups=37, kind=kind, **extra)
+    conv(p, "conv-depthwise-large", (1, 13, 13, 5), 5, (12, 12), groups=5, pad=(1, 1))
 
 
 def attentions(p: Program) -> None:

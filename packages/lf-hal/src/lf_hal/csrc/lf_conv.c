@@ -89,6 +89,59 @@ static void conv_group(float *y, const float *x, const float *packed, const lf_c
     }
 }
 
+LF_INLINE vf take(const float *p, int64_t count) { return count >= LF_VL ? lf_load(p) : lf_load_part(p, count); }
+
+/* nv vectors of channels from first on, or count < LF_VL of them (nv is 1 then). */
+LF_INLINE void depthwise_channels(const int nv, float *y, const float *x, const float *packed, const lf_conv2d *c,
+                                  const lf_epilogue *e, int64_t first, int64_t count, int64_t row_begin,
+                                  int64_t row_end) {
+    int64_t taps = c->k_h * c->k_w;
+    vf w[4 * LF_CHUNK];
+    for (int64_t t = 0; t < taps * nv; t++) {
+        float lane[LF_VL] = {0};
+        for (int64_t i = 0; i < lf_min64(count, LF_VL); i++)
+            lane[i] = packed[((first + t % nv * LF_VL + i) * taps + t / nv) * LF_PANEL];
+        w[t] = lf_load(lane);
+    }
+    for (int64_t row = row_begin; row < row_end; row++) {
+        int64_t ox = row % c->out_w, oy = row / c->out_w % c->out_h, image = row / c->out_w / c->out_h;
+        int64_t y0 = oy * c->stride_h - c->pad_top, x0 = ox * c->stride_w - c->pad_left;
+        vf s[4];
+        LF_UNROLL
+        for (int j = 0; j < nv; j++) s[j] = lf_splat(0.0f);
+        for (int64_t kh = 0; kh < c->k_h; kh++)
+            for (int64_t kw = 0; kw < c->k_w; kw++) {
+                int64_t iy = y0 + kh * c->dil_h, ix = x0 + kw * c->dil_w;
+                int inside = iy >= 0 && iy < c->in_h && ix >= 0 && ix < c->in_w;
+                const vf *tap = w + (kh * c->k_w + kw) * nv;
+                int64_t from = ((image * c->in_h + iy) * c->in_w + ix) * c->in_c + first;
+                LF_UNROLL
+                for (int j = 0; j < nv; j++)
+                    s[j] = lf_fma(inside ? take(x + from + j * LF_VL, count) : lf_splat(0.0f), tap[j], s[j]);
+            }
+        for (int j = 0; j < nv; j++) {
+            int64_t at = first + j * LF_VL;
+            vf v = s[j];
+            if (e && e->bias) v = v + take(e->bias + at, count);
+            if (e && e->scale) v = lf_fma(v, take(e->scale + at, count), take(e->shift + at, count));
+            if (e && e->act) v = lf_act_apply(v, e->act);
+            if (count >= LF_VL)
+                lf_store(y + row * c->out_c + at, v);
+            else
+                lf_store_part(y + row * c->out_c + at, v, count);
+        }
+    }
+}
+
+/* One channel in, one out for each group, and no more taps than a chunk holds: lanes are channels. */
+static void depthwise(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *e,
+                      int64_t row_begin, int64_t row_end) {
+    int64_t i = 0, n = c->out_c;
+    for (; i + 4 * LF_VL <= n; i += 4 * LF_VL) depthwise_channels(4, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
+    for (; i + LF_VL <= n; i += LF_VL) depthwise_channels(1, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
+    if (i < n) depthwise_channels(1, y, x, packed, c, e, i, n - i, row_begin, row_end);
+}
+
 void lf_conv2d_f32(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *epilogue,
                    int64_t row_begin, int64_t row_end) {
     int64_t n = group_out(c), size = lf_packed_size_f32(terms(c), n);
@@ -96,6 +149,10 @@ void lf_conv2d_f32(float *y, const float *x, const float *packed, const lf_conv2
                 c->pad_top == 0 && c->pad_left == 0 && c->out_h == c->in_h && c->out_w == c->in_w;
     if (plain) {
         lf_gemm_f32(y, n, x, c->in_c, packed, c->in_c, n, epilogue, row_begin, row_end, 0, lf_panels(n));
+        return;
+    }
+    if (group_in(c) == 1 && n == 1 && terms(c) <= LF_CHUNK && terms(c) > 0) {
+        depthwise(y, x, packed, c, epilogue, row_begin, row_end);
         return;
     }
     for (int64_t g = 0; g < c->groups; g++) {
