@@ -96,7 +96,15 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.EMULATED,
         "cpucfg by its machine code on qemu's LA464; the Python half never ran there",
     ),
-    Capability("compile.x86-64", "models as C with the bits of every other target", Evidence.VERIFIED),
+    Capability(
+        "compile.x86-64", "SSE2 and AVX2: models as C with the bits of every other target", Evidence.VERIFIED
+    ),
+    Capability(
+        "compile.x86-64-avx512",
+        "the same with AVX-512",
+        Evidence.CONTRACT_ONLY,
+        "compiled and disassembled; no processor with it was at hand",
+    ),
     Capability(
         "compile.others",
         "aarch64, riscv64 and loongarch64 (scalar, LSX, LASX): the same bits as x86-64",
