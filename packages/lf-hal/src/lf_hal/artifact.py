@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import shutil
 import subprocess
 import tempfile
+import threading
 import weakref
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -68,19 +70,21 @@ class _Opened:
     library: Any
     model: Any
     weights: WeightsFile  # the model reads from its mapping
+    process: int  # whose threads it has
 
 
 def _close_models(opened: dict[int, _Opened]) -> None:
     while opened:
         _, one = opened.popitem()
-        one.library.lf_model_close(one.model)
+        if one.process == os.getpid():  # a forked child has none of the threads that closing would wait for
+            one.library.lf_model_close(one.model)
 
 
 class Artifact:
     """A compiled model. Made by :func:`lf_hal.compile` or :func:`lf_hal.load`; a context manager that frees it.
 
     ``run`` executes it here: in this process if this machine is of the target's kind, else as a program under the
-    target's emulator. One run at a time.
+    target's emulator. Runs of several Python threads wait for each other; a forked child opens the model anew.
     """
 
     def __init__(self, folder: Path, manifest: Mapping[str, Any], *, owner: object = None) -> None:
@@ -91,6 +95,7 @@ class Artifact:
         self.outputs = tuple(_value(row) for row in manifest["outputs"])
         self._weights: WeightsFile | None = None
         self._opened: dict[int, _Opened] = {}
+        self._process, self._lock = os.getpid(), threading.Lock()
         weakref.finalize(self, _close_models, self._opened)
 
     def run(
@@ -112,7 +117,8 @@ class Artifact:
         arrays = self._checked(inputs)
         outputs = {v.name: np.empty(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for v in self.outputs}
         if (self.folder / LIBRARY).exists():
-            self._run_here(arrays, outputs, count)
+            with self._alone():
+                self._run_here(arrays, outputs, count)
         else:
             self._run_program(arrays, outputs, count)
         return outputs
@@ -120,7 +126,8 @@ class Artifact:
     def open(self, threads: int | None = None) -> None:
         """Map the weights and pack them now, not in the first run; a model that runs as a program is not kept."""
         if (self.folder / LIBRARY).exists():
-            self._open(self.manifest["threads"] if threads is None else threads)
+            with self._alone():
+                self._open(self.manifest["threads"] if threads is None else threads)
 
     def save(self, folder: str | Path) -> Artifact:
         """Copy the artefact to a new or empty folder; it appears with its manifest last. Returns the copy, loaded.
@@ -140,8 +147,9 @@ class Artifact:
 
     def close(self) -> None:
         """Free the model's memory and end its threads. A run opens it again."""
-        _close_models(self._opened)
-        self._weights = None
+        with self._alone():
+            _close_models(self._opened)
+            self._weights = None
 
     def __enter__(self) -> Artifact:
         return self
@@ -155,6 +163,12 @@ class Artifact:
         return (
             f"Artifact({self.manifest['graph']!r}, target={self.target.name!r}, folder={str(self.folder)!r})"
         )
+
+    def _alone(self) -> threading.Lock:
+        """What one thread of this process holds at a time; a fork may have copied it held."""
+        if self._process != os.getpid():
+            self._process, self._lock = os.getpid(), threading.Lock()
+        return self._lock
 
     def _checked(self, inputs: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
         names = [v.name for v in self.inputs]
@@ -176,8 +190,9 @@ class Artifact:
         return found
 
     def _open(self, threads: int) -> _Opened:
-        if threads in self._opened:
-            return self._opened[threads]
+        known = self._opened.get(threads)
+        if known is not None and known.process == os.getpid():
+            return known
         missing = missing_features(self.target)
         if missing:
             raise WrongMachineError(self.target.name, missing)
@@ -191,7 +206,7 @@ class Artifact:
         status = library.lf_model_open(handle, ffi.cast("uint8_t *", data.ctypes.data), data.nbytes, threads)
         if status != 0:
             raise HalError(f"{self.folder}: the model cannot be opened: {_STATUS.get(status, status)}")
-        self._opened[threads] = _Opened(ffi, library, handle[0], self._weights)
+        self._opened[threads] = _Opened(ffi, library, handle[0], self._weights, os.getpid())
         return self._opened[threads]
 
     def _run_here(self, arrays: list[Array], outputs: Mapping[str, Array], threads: int) -> None:

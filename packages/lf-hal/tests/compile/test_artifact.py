@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import subprocess
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -53,6 +57,50 @@ def check(artifact: lf_hal.Artifact) -> None:
     rows = WEIGHTS["table.weight"][IDS]
     assert np.array_equal(found["found"], rows)
     assert np.array_equal(found["out"], np.stack([rows[:, 0], rows.sum(1) / 2], 1))
+
+
+def test_threads_of_python_wait_for_each_other(folder: Path) -> None:
+    wide = np.arange(4000, dtype=np.float32).reshape(1000, 4)
+    rows = Value("rows", TensorType("f32", (1000, 4)))
+    out = make_op("linear", "out", [rows, W])
+    graph = Graph("wide", (rows,), (W,), (), (out,), ("out",))
+
+    with lf_hal.compile(graph, WEIGHTS, threads=2) as artifact, ThreadPoolExecutor(4) as pool:
+        inputs = [wide + i for i in range(200)]
+        found = [r["out"] for r in pool.map(lambda x: artifact.run([x]), inputs)]
+
+    assert all(np.array_equal(y[:, 0], x[:, 0]) for x, y in zip(inputs, found, strict=True))
+
+
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_child_opens_the_model_anew(folder: Path) -> None:
+    with lf_hal.load(folder) as artifact:
+        artifact.run({"ids": IDS}, threads=2)
+        child = os.fork()
+        if child == 0:
+            status = 1
+            try:
+                check(
+                    artifact
+                )  # runs with threads of its own, and closes: the parent's are not there to wait for
+                status = 0
+            finally:
+                os._exit(status)
+        assert _status_of(child) == 0
+        check(artifact)
+
+
+def _status_of(child: int) -> int:
+    """The exit status of a child, which is killed if it does not end."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.01)
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return -1
 
 
 def test_compiled_saved_and_loaded_it_computes_the_same(folder: Path, tmp_path: Path) -> None:
