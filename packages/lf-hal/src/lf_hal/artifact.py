@@ -116,7 +116,7 @@ class Artifact:
             raise ValueError(f"threads={count}; give at least 1")
         arrays = self._checked(inputs)
         outputs = {v.name: np.empty(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for v in self.outputs}
-        if (self.folder / LIBRARY).exists():
+        if LIBRARY in self.manifest["files"]:  # whatever else lies there was not made by compile
             with self._alone():
                 self._run_here(arrays, outputs, count)
         else:
@@ -125,7 +125,7 @@ class Artifact:
 
     def open(self, threads: int | None = None) -> None:
         """Map the weights and pack them now, not in the first run; a model that runs as a program is not kept."""
-        if (self.folder / LIBRARY).exists():
+        if LIBRARY in self.manifest["files"]:
             with self._alone():
                 self._open(self.manifest["threads"] if threads is None else threads)
 
@@ -247,6 +247,7 @@ def _value(row: Mapping[str, Any]) -> Value:
 def load(folder: str | Path) -> Artifact:
     """The artefact in ``folder``, its manifest and all its files checked against their hashes.
 
+    Hashes find accidents. They do not say who made an artefact, and running one runs its code: load what you trust.
     The weights are checked when they are mapped, in the first run or :meth:`Artifact.open`.
 
     Raises:
@@ -265,17 +266,24 @@ def load(folder: str | Path) -> Artifact:
         raise ArtifactError(path, "is of another format", expected=FORMAT, found=str(found))
     if manifest.get("sha256") != _seal(manifest):
         raise ArtifactError(path, "was changed", expected=str(manifest.get("sha256")), found=_seal(manifest))
-    for name, expected in manifest["files"].items():
+    try:
+        artifact = Artifact(path.parent, manifest)
+        hashes = {str(name): str(digest) for name, digest in manifest["files"].items()}
+        head, steps, threads = manifest["weights_head"], manifest["steps"], manifest["threads"]
+        sound = type(threads) is int and threads > 0 and all(isinstance(step, str) for step in steps)
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise ArtifactError(path, f"is incomplete: {error!r}") from None
+    if not sound or not hashes.keys() & {LIBRARY, PROGRAM} or not hashes.keys() <= {LIBRARY, PROGRAM, SOURCE}:
+        raise ArtifactError(path, "describes no artefact of this version")
+    for name, expected in hashes.items():
         file = path.parent / name
-        if not file.exists():
+        if not file.is_file():
             raise ArtifactError(file, "is not there")
         found = _sha256(file)
         if found != expected:
             raise ArtifactError(file, "was changed", expected=expected, found=found)
-    head = head_digest(path.parent / WEIGHTS)
-    if head != manifest["weights_head"]:
-        expected = manifest["weights_head"]
-        raise ArtifactError(
-            path.parent / WEIGHTS, "was changed or exchanged", offset=0, expected=expected, found=head
-        )
-    return Artifact(path.parent, manifest)
+    found = head_digest(path.parent / WEIGHTS)
+    if found != head:
+        where = path.parent / WEIGHTS
+        raise ArtifactError(where, "was changed or exchanged", offset=0, expected=str(head), found=found)
+    return artifact

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import mmap
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_hal.errors import ArtifactError, HalError, WeightsError
-from lf_hal.lir.graph import DTYPES, Value
+from lf_hal.lir.graph import Value
 from lf_hal.weights import NUMPY_DTYPES
 
 __all__ = ["as_array", "read_weights"]
@@ -32,6 +34,8 @@ def as_array(value: Value, found: Any) -> npt.NDArray[Any]:
         WeightsError: it is something else; no element type is ever converted.
     """
     wanted = np.dtype(NUMPY_DTYPES[value.type.dtype])
+    if isinstance(found, _Foreign):
+        raise WeightsError(value.name, str(value.type), f"elements of type {found.dtype}")
     if type(found).__module__.partition(".")[0] == "torch":
         tensor = found.detach().contiguous()
         if str(tensor.dtype) == "torch.bfloat16":
@@ -76,6 +80,13 @@ def _read_lfckpt(path: Path) -> Mapping[str, Any]:
     return tensors
 
 
+@dataclass(frozen=True)
+class _Foreign:
+    """A tensor of a file whose element type the intermediate form has not."""
+
+    dtype: str
+
+
 def _read_safetensors(path: Path) -> Mapping[str, Any]:
     """Views of the mapped file: 8 bytes of header length, a JSON header, then the data."""
     try:
@@ -84,18 +95,38 @@ def _read_safetensors(path: Path) -> Mapping[str, Any]:
     except (FileNotFoundError, ValueError):
         raise ArtifactError(path, "is empty or not there") from None
     start = 8 + int.from_bytes(mapped[:8], "little")
+    if start > len(mapped):
+        raise ArtifactError(path, "its header is cut or changed", offset=0)
     try:
         header = json.loads(mapped[8:start])
-    except ValueError:
+        rows = {name: _row(row) for name, row in header.items() if name != "__metadata__"}
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise ArtifactError(path, "its header is cut or changed", offset=8) from None
-    found: dict[str, Any] = {}
-    for name, row in header.items():
-        if name == "__metadata__" or row["dtype"] not in _SAFETENSORS:
-            continue
-        begin, end = (start + n for n in row["data_offsets"])
-        dtype = _SAFETENSORS[row["dtype"]]
-        count = (end - begin) // DTYPES[dtype]
-        if not start <= begin <= end <= len(mapped) or count != int(np.prod(row["shape"], dtype=np.int64)):
-            raise ArtifactError(path, f"tensor {name!r} is cut", offset=begin)
-        found[name] = np.frombuffer(mapped, NUMPY_DTYPES[dtype], count, begin).reshape(row["shape"])
-    return found
+    return {name: _tensor(path, mapped, start, name, *row) for name, row in rows.items()}
+
+
+def _row(row: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape, begin and end of a row of the header; ValueError and its like for anything else."""
+    begin, end = row["data_offsets"]
+    shape = tuple(row["shape"])
+    if not all(type(n) is int and 0 <= n < 1 << 62 for n in (begin, end, *shape)):
+        raise ValueError
+    return str(row["dtype"]), shape, begin, end
+
+
+def _tensor(
+    path: Path,
+    mapped: mmap.mmap,
+    start: int,
+    name: str,
+    dtype: str,
+    shape: tuple[int, ...],
+    begin: int,
+    end: int,
+) -> Any:
+    if dtype not in _SAFETENSORS:
+        return _Foreign(dtype)
+    kind = NUMPY_DTYPES[_SAFETENSORS[dtype]]
+    if not begin <= end <= len(mapped) - start or end - begin != math.prod(shape) * np.dtype(kind).itemsize:
+        raise ArtifactError(path, f"tensor {name!r} is cut", offset=start + begin)
+    return np.frombuffer(mapped, kind, math.prod(shape), start + begin).reshape(shape)

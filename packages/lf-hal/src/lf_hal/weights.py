@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from lf_hal.errors import ArtifactError
+from lf_hal.errors import ArtifactError, HalError
 from lf_hal.lir.graph import TensorType
 
 __all__ = ["NUMPY_DTYPES", "Blob", "WeightsFile", "head_digest", "open_weights", "write_weights"]
@@ -179,8 +179,7 @@ def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:
         raise ArtifactError(
             path, "its index was changed", offset=HEAD.size, expected=f"{i1:#x}", found="another sum"
         )
-    rows = json.loads(bytes(data[HEAD.size : HEAD.size + index_bytes]))
-    blobs = tuple(Blob(**{**row, "shape": tuple(row["shape"])}) for row in rows)
+    blobs = _index_of(path, bytes(data[HEAD.size : HEAD.size + index_bytes]), payload)
     found = WeightsFile(path, blobs, start, data[start:])
     if verify:
         _check_blobs(found)
@@ -195,11 +194,33 @@ def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:
     return found
 
 
+def _index_of(path: Path, text: bytes, payload: int) -> tuple[Blob, ...]:
+    """The blobs of an index, each of them a tensor that lies within the payload; the sums do not say that it is one."""
+    try:
+        blobs = tuple(Blob(**{**row, "shape": tuple(row["shape"])}) for row in json.loads(text))
+        wrong = next((b.name for b in blobs if not _is_sound(b, payload)), None)
+    except (ValueError, TypeError, KeyError, RecursionError, HalError) as error:
+        raise ArtifactError(path, f"its index is none: {error}", offset=HEAD.size) from None
+    if wrong is not None or len({b.name for b in blobs}) != len(blobs):
+        raise ArtifactError(path, f"the index of {wrong!r} is wrong, or a name is twice", offset=HEAD.size)
+    return blobs
+
+
+def _is_sound(blob: Blob, payload: int) -> bool:
+    numbers = (blob.offset, blob.nbytes, *blob.shape)
+    return (
+        all(isinstance(t, str) for t in (blob.name, blob.dtype, blob.sha256))
+        and all(type(n) is int and n >= 0 for n in numbers)
+        and blob.dtype in NUMPY_DTYPES
+        and blob.nbytes == TensorType(blob.dtype, blob.shape).nbytes
+        and blob.offset % ALIGN == 0
+        and blob.offset + _up(blob.nbytes, ALIGN) <= payload
+    )
+
+
 def _check_blobs(file: WeightsFile) -> None:
     for blob in file.blobs:
         end = blob.offset + _up(blob.nbytes, ALIGN)
-        if blob.nbytes != TensorType(blob.dtype, blob.shape).nbytes or end > len(file.data):
-            raise ArtifactError(file.path, f"the index of {blob.name!r} is wrong", offset=HEAD.size)
         digest = hashlib.sha256(file.data[blob.offset : end].data).hexdigest()
         if digest != blob.sha256:
             where = file.payload_offset + blob.offset

@@ -15,10 +15,12 @@ import numpy as np
 import pytest
 
 import lf_hal
+from lf_hal import artifact as artifact_module
 from lf_hal import build
 from lf_hal.errors import (
     ArtifactError,
     CompilerMissingError,
+    HalError,
     InputError,
     RunFailedError,
     UnknownTargetError,
@@ -117,6 +119,37 @@ def test_the_manifest_says_what_was_made(folder: Path) -> None:
     assert "-ffp-contract=off" in manifest["compiler"]["flags"]
     assert manifest["inputs"] == [{"name": "ids", "dtype": "i64", "shape": [3]}]
     assert set(manifest["files"]) == {"graph.c", "model.so"}
+
+
+def _sealed(folder: Path, copy: Path, changes: dict[str, object]) -> Path:
+    """A copy of an artefact whose manifest says something else, with a hash of itself that is right."""
+    shutil.copytree(folder, copy)
+    manifest = json.loads((folder / "manifest.json").read_text())
+    for name, value in changes.items():
+        manifest.pop(name) if value is None else manifest.update({name: value})
+    manifest["sha256"] = artifact_module._seal(manifest)
+    (copy / "manifest.json").write_text(json.dumps(manifest))
+    return copy
+
+
+@pytest.mark.parametrize("name", ["files", "weights_head", "steps", "threads", "inputs", "outputs", "target"])
+@pytest.mark.parametrize("value", [None, 0, "x", [1], {"a": 1}, {"../model.so": "0"}], ids=str)
+def test_a_manifest_of_other_fields_is_a_typed_error(
+    folder: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    with pytest.raises(HalError):
+        lf_hal.load(_sealed(folder, tmp_path / "made", {name: value}))
+
+
+def test_a_library_that_the_manifest_does_not_name_is_not_run(folder: Path, tmp_path: Path) -> None:
+    files = json.loads((folder / "manifest.json").read_text())["files"]
+    other = {"model": files["model.so"], "graph.c": files["graph.c"]}
+    made = _sealed(folder, tmp_path / "made", {"files": other})
+    shutil.copy2(made / "model.so", made / "model")
+    (made / "model.so").write_bytes(b"somebody else's")
+
+    with pytest.raises(RunFailedError, match="made/model -t"):
+        lf_hal.load(made).run({"ids": IDS})
 
 
 @pytest.mark.parametrize("name", ["manifest.json", "graph.c", "model.so", "weights.lfw"])

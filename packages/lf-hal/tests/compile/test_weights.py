@@ -1,5 +1,6 @@
 """The weights file and its sources: what goes in comes out, and no changed byte gets through."""
 
+import contextlib
 import json
 import struct
 from pathlib import Path
@@ -72,6 +73,95 @@ def test_every_flipped_byte_is_an_error_with_path_and_place(tmp_path: Path) -> N
             assert payload <= caught.value.offset <= place
         with pytest.raises(ArtifactError):
             open_weights(path, verify=False)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+def _with_index(path: Path, index: Any) -> None:
+    """A weights file whose index says something else, with sums that are right."""
+    data = path.read_bytes()
+    start = struct.unpack_from("<Q", data, 16)[0]
+    text = json.dumps(index).encode()
+    head = struct.pack("<8sQ", data[:8], len(text)) + data[16:32]
+    padded = text + bytes(start - 64 - len(text))
+    words = np.frombuffer(head + padded, "<u8")
+    with np.errstate(over="ignore"):
+        sums = (
+            words.sum(dtype=np.uint64),
+            (words * np.arange(1, len(words) + 1, dtype=np.uint64)).sum(dtype=np.uint64),
+        )
+    path.write_bytes(head + data[32:48] + struct.pack("<QQ", *map(int, sums)) + padded + data[start:])
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]], bytes]:
+    path = tmp_path_factory.mktemp("index") / "weights.lfw"
+    write_weights(path, _example())
+    good = path.read_bytes()
+    index = json.loads(good[64 : 64 + struct.unpack_from("<Q", good, 8)[0]])
+    return path, index, good
+
+
+def test_an_index_that_is_written_anew_is_read(written: tuple[Path, list[dict[str, Any]], bytes]) -> None:
+    path, index, good = written
+    path.write_bytes(good)
+    _with_index(path, index)
+    assert [b.name for b in open_weights(path).blobs] == list(_example())
+
+
+@settings(max_examples=150, deadline=None)
+@given(data=st.data())
+def test_an_index_with_right_sums_is_read_or_a_typed_error(
+    data: st.DataObject, written: tuple[Path, list[dict[str, Any]], bytes]
+) -> None:
+    path, index, good = written
+    path.write_bytes(good)
+    row, key = data.draw(st.sampled_from(range(len(index)))), data.draw(st.sampled_from(sorted(index[0])))
+    changed = [dict(r) for r in index]
+    changed[row][key] = data.draw(JSON | st.integers(-(2**70), 2**70) | st.sampled_from([-64, 64, 1 << 62]))
+    _with_index(path, data.draw(st.sampled_from([changed, changed[row], [changed[row]] * 2])))
+    for verify in (True, False):
+        with contextlib.suppress(ArtifactError):
+            opened = open_weights(path, verify=verify)
+            assert all(0 <= b.offset <= b.offset + b.nbytes <= len(opened.data) for b in opened.blobs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    header=JSON
+    | st.dictionaries(
+        st.sampled_from(["a", "b"]),
+        st.fixed_dictionaries(
+            {
+                "dtype": st.sampled_from(["F32", "F64", "BF16"]) | JSON,
+                "shape": st.lists(st.integers(-1, 4), max_size=3) | JSON,
+                "data_offsets": st.lists(st.integers(-4, 80), min_size=1, max_size=3) | JSON,
+            }
+        ),
+    )
+)
+def test_a_safetensors_header_is_read_or_a_typed_error(
+    header: Any, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed.safetensors"
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(64))
+    with contextlib.suppress(ArtifactError):
+        found = read_weights(path)
+        assert all(a.nbytes <= 64 for a in found.values() if isinstance(a, np.ndarray))
+
+
+def test_a_type_that_the_form_has_not_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "double.safetensors"
+    text = json.dumps({"w": {"dtype": "F64", "shape": [1], "data_offsets": [0, 8]}}).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + bytes(8))
+    with pytest.raises(WeightsError, match="elements of type F64"):
+        as_array(Value("w", TensorType("f32", (1,))), read_weights(path)["w"])
 
 
 def test_the_changed_weight_is_named(tmp_path: Path) -> None:
