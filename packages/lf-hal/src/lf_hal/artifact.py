@@ -270,7 +270,8 @@ def load(folder: str | Path) -> Artifact:
         artifact = Artifact(path.parent, manifest)
         hashes = {str(name): str(digest) for name, digest in manifest["files"].items()}
         head, steps, threads = manifest["weights_head"], manifest["steps"], manifest["threads"]
-        sound = type(threads) is int and threads > 0 and all(isinstance(step, str) for step in steps)
+        sound = type(threads) is int and threads > 0 and type(steps) is list
+        sound = sound and all(isinstance(step, str) for step in steps)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ArtifactError(path, f"is incomplete: {error!r}") from None
     if not sound or not hashes.keys() & {LIBRARY, PROGRAM} or not hashes.keys() <= {LIBRARY, PROGRAM, SOURCE}:
