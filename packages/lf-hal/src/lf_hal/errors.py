@@ -8,6 +8,7 @@ from pathlib import Path
 __all__ = [
     "AffinityError",
     "ArtifactError",
+    "BackendError",
     "CompilerFailedError",
     "CompilerMissingError",
     "ConsistencyError",
@@ -120,6 +121,10 @@ class InputError(HalError):
     def __init__(self, name: str, expected: str, found: str) -> None:
         self.name, self.expected, self.found = name, expected, found
         super().__init__(f"input {name!r}: expected {expected}, found {found}")
+
+
+class BackendError(HalError):
+    """``torch.compile(backend="lf_hal")`` was asked for what it has not."""
 
 
 class ArtifactError(HalError):

@@ -103,10 +103,10 @@ def weights_of(source: torch.nn.Module | ExportedProgram, graph: Graph) -> dict[
         }
     else:
         found = {**source.state_dict, **source.constants}
-    return {v.name: _array(found[v.name]) for v in graph.weights}
+    return {v.name: array_of(found[v.name]) for v in graph.weights}
 
 
-def _array(t: torch.Tensor) -> NDArray[Any]:
+def array_of(t: torch.Tensor) -> NDArray[Any]:
     import torch
 
     t = t.detach().cpu().contiguous()
