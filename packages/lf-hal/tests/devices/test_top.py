@@ -259,3 +259,12 @@ def test_a_reader_that_goes_away_ends_the_live_table() -> None:
         live.stdout.close()
         assert live.wait(timeout=60) == 141
         assert "Traceback" not in live.stderr.read()
+
+
+@pytest.mark.parametrize("interval", ["-1", "0", "nan", "inf", "x"])
+def test_an_interval_that_is_none_is_refused(interval: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["top", "--once", f"--interval={interval}"])
+
+    assert caught.value.code == 2
+    assert "--interval" in capsys.readouterr().err
