@@ -32,6 +32,7 @@ HERE = Path(__file__).parent
 Result = dict[str, Any]
 START_S = 25.0  # a process: imports, CUDA context
 QUICK_S = 20.0
+WARM_S = 50.0  # a row whose code is in the cache
 VERSION = 1
 
 
@@ -43,7 +44,12 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--rows", default="stock,ours", help="stock, ours, peers.tune_stock: modules with rows(workload)"
     )
     p.add_argument(
-        "--match", default="", help="only rows whose workload|batch|name contains one of a,b,...; a&c: both"
+        "--match",
+        default="",
+        help="only rows whose workload|batch|name contains one of a,b,...; a&!c: a without c",
+    )
+    p.add_argument(
+        "--warm", default="", help="as --match: compile these at once in processes of their own before"
     )
     p.add_argument("--only", default="", help="only the row of exactly this workload|batch|name")
     p.add_argument("--processes", type=int, default=1, help="plain rows: median over this many processes")
@@ -92,13 +98,22 @@ def rows_from(module: str, workload: Workload) -> list[Row]:
     return found
 
 
+def matches(row: Row, wanted: str) -> bool:
+    """Whether a row is one of ``a,b&!c``: contains a, or b without c."""
+    return any(all(has(row.key, q) for q in p.split("&")) for p in wanted.split(",") if p)
+
+
+def has(key: str, part: str) -> bool:
+    """Whether a name contains a part, or does not where an exclamation mark stands before it."""
+    return part[1:] not in key if part.startswith("!") else part in key
+
+
 def chosen_rows(modules: Iterable[str], selected: list[Workload], args: argparse.Namespace) -> list[Row]:
     """Rows of the modules named, filtered, in the order they run."""
     found = [row for name in modules for workload in selected for row in rows_from(name, workload)]
     if args.only:
         found = [r for r in found if r.key == args.only]
-    patterns = [p.split("&") for p in args.match.split(",") if p]
-    return by_urgency(r for r in found if not patterns or any(all(q in r.key for q in p) for p in patterns))
+    return by_urgency(r for r in found if not args.match or matches(r, args.match))
 
 
 def repeats(row: Row, args: argparse.Namespace) -> int:
@@ -157,6 +172,30 @@ def in_process(row: Row, args: argparse.Namespace, limit_s: float) -> Result:
             return not_measured(row, "failed", f"its process ran longer than the {limit_s:.0f} s left")
         rows = json.loads(out.read_text())["rows"] if out.exists() else []
         return rows[0] if rows else not_measured(row, "failed", done.stderr[-600:])
+
+
+def warm(rows: list[Row], args: argparse.Namespace) -> list[Row]:
+    """Compile rows side by side into the cache that their measurement reads; their `prep s` then says little."""
+    start = time.perf_counter()
+    command = [
+        sys.executable,
+        str(HERE / "bench_step.py"),
+        "--rows",
+        args.rows,
+        "--workloads",
+        args.workloads,
+    ]
+    command += ["--windows", "1", "--no-profile"] + ["--tiny"] * args.tiny
+    quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+    wanted = [r.key for r in rows if matches(r, args.warm)]
+    running = {key: subprocess.Popen([*command, "--only", key], **quiet) for key in wanted}
+    done = {key for key, process in running.items() if process.wait() == 0}
+    for key in wanted:
+        print(
+            f"warm {key}: {'done' if key in done else 'failed'}, {time.perf_counter() - start:.0f} s",
+            flush=True,
+        )
+    return [replace(r, expect_s=min(r.expect_s, WARM_S)) if r.key in done else r for r in rows]
 
 
 class Run:
@@ -242,7 +281,7 @@ def main(argv: list[str] | None = None) -> None:
         print("\n".join(f"{r.key} [{r.source}] about {expected(r, args):.0f} s" for r in ordered))
         return
     run = Run(args, device)
-    run.all(rows)
+    run.all(warm(rows, args))
     print(f"\n{report.machine_line(machine(device))}\n\n{report.tables(run.results)}")
 
 

@@ -200,6 +200,16 @@ def test_plain_rows_are_the_median_of_processes(bench: Any, tmp_path: Path) -> N
     assert row["step_ms"] in row["processes_ms"]
 
 
+def test_rows_are_chosen_by_what_they_contain_and_lack_and_warmed_before(bench: Any, capfd: Any) -> None:
+    only = ["--tiny", "--workloads", "lm", "--rows", "stock", "--windows", "2"]
+
+    bench.bench_step.main([*only, "--match", "lm-8|1|eager&!fused", "--warm", "eager"])
+
+    lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith(("warm", "lm"))]
+    assert [line.split(":")[0] for line in lines] == ["warm lm-8|1|eager", "lm-8|1|eager [stock]"], lines
+    assert "done" in lines[0]
+
+
 @pytest.mark.gpu
 def test_on_a_gpu_a_captured_step_learns_what_eager_learns_with_one_launch(tmp_path: Path) -> None:
     out = tmp_path / "step.json"
