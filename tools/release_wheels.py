@@ -1,14 +1,11 @@
 """Build the compiled packages as wheels that run on old systems, with ziglang as cross compiler, into dist/release.
 
-    release_wheels.py [--emulate]
-
 - one abi3 wheel each for x86-64 and aarch64, linked against glibc 2.28 and named manylinux_2_28
 - no symbol of a newer glibc in any of them, by readelf
 - the x86-64 wheels are installed in an empty environment and run the first example of their READMEs
-- with --emulate the C test programs of lf-iouring, linked statically, also run under qemu-user as aarch64 and
-  loongarch64; there the kernel has no io_uring, so that is a test of the other ways of reading and writing
 
-Needs build, hatchling, cffi, setuptools, wheel and ziglang in this Python, readelf, and for --emulate qemu-user.
+What is for another machine is not run here; `nox -s cross` runs the C as programs under qemu-user.
+Needs build, hatchling, cffi, setuptools, wheel and ziglang in this Python, and readelf.
 """
 
 import argparse
@@ -25,8 +22,6 @@ ROOT = Path(__file__).resolve().parents[1]
 OUT = ROOT / "dist" / "release"
 GLIBC = (2, 28)
 MACHINES = ("x86_64", "aarch64")
-# qemu 7.2 does not know the vector instructions that zig takes for granted on loongarch64
-EMULATED = {"aarch64": [], "loongarch64": ["-mcpu=generic_la64-lsx-lasx"]}
 
 
 def newest_glibc(listing: str) -> tuple[int, ...]:
@@ -111,31 +106,9 @@ def install(wheels: list[Path]) -> None:
             print(run(python, "-c", example(package), cwd=Path(folder)))
 
 
-def emulate() -> None:
-    """lf-iouring's C test programs under qemu-user, on processors we have not."""
-    package = ROOT / "packages" / "lf-iouring"
-    sources = [*sorted((package / "csrc").glob("*.c"))]
-    for machine, flags in EMULATED.items():
-        qemu = shutil.which(f"qemu-{machine}")
-        if qemu is None:
-            sys.exit(f"qemu-{machine} is not installed: apt install qemu-user")
-        for program in sorted((package / "tests").glob("*_main.c")):
-            with tempfile.TemporaryDirectory() as name:
-                folder = Path(name)
-                run(
-                    compiler(folder, f"{machine}-linux-musl"), *flags, "-static", "-std=gnu11", "-O2", "-pthread",
-                    f"-I{package / 'csrc'}", *sources, program, "-o", folder / "program",
-                )  # fmt: skip
-                printed = run(qemu, folder / "program", folder / "data")
-                if printed != "ok":
-                    sys.exit(f"{program.name} as {machine}: {printed}")
-                print(f"{program.name}: ok as {machine}, emulated")
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--emulate", action="store_true", help="also run C tests under qemu-user")
-    args = parser.parse_args()
+    parser.parse_args()
     shutil.rmtree(OUT, ignore_errors=True)
     OUT.mkdir(parents=True)
     native = []
@@ -146,8 +119,6 @@ def main() -> None:
             native += [wheel] if machine == os.uname().machine else []
     if native:
         install(native)
-    if args.emulate:
-        emulate()
     print(f"release wheels: ok, in {OUT.relative_to(ROOT)}")
 
 
