@@ -113,6 +113,11 @@ def test_copies_are_of_one_file(name: str) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
+def test_package_carries_the_license_that_its_wheel_takes_along(package: Path) -> None:
+    assert (package / "LICENSE").read_bytes() == (ROOT / "LICENSE").read_bytes()
+
+
+@pytest.mark.parametrize("package", PACKAGES, ids=lambda p: p.name)
 def test_package_is_complete(package: Path) -> None:
     source = package / "src" / package.name.replace("-", "_")
     for needed in [package / "README.md", source / "py.typed", source / "__init__.py", package / "tests"]:

@@ -3,6 +3,8 @@
 import importlib.util
 import shutil
 import subprocess
+import tarfile
+import zipfile
 from pathlib import Path
 from types import ModuleType
 
@@ -41,6 +43,31 @@ def test_the_newest_glibc_is_found_by_number_not_by_spelling() -> None:
     assert newest(listing) == (2, 28)
     assert newest("No version information found in this file.") == (0,)
     assert newest("Name: GLIBC_2.34") > (2, 28) > newest("Name: GLIBC_2.2.5")
+
+
+def _archives(folder: Path, license_in: tuple[bool, bool], named: bool) -> tuple[Path, Path]:
+    """A wheel and an sdist with their licenses or without, the metadata naming it or not."""
+    wheel, sdist = folder / "lf_x-1.0-py3-none-any.whl", folder / "lf_x-1.0.tar.gz"
+    with zipfile.ZipFile(wheel, "w") as archive:
+        line = "License-File: LICENSE\n" if named else ""
+        archive.writestr("lf_x-1.0.dist-info/METADATA", f"Name: lf-x\n{line}Requires-Python: >=3.11\n")
+        if license_in[0]:
+            archive.write(ROOT / "LICENSE", "lf_x-1.0.dist-info/licenses/LICENSE")
+    with tarfile.open(sdist, "w:gz") as tar:
+        tar.add(ROOT / ("LICENSE" if license_in[1] else "README.md"), "lf_x-1.0/LICENSE")
+    return wheel, sdist
+
+
+def test_a_wheel_or_sdist_without_its_license_ends_the_check(tmp_path: Path) -> None:
+    check = _load("check_wheels").check_license
+    check(*_archives(tmp_path, (True, True), named=True))
+    for license_in, named, what in [
+        ((False, True), True, "licenses/LICENSE"),
+        ((True, False), True, "lf_x-1.0/LICENSE"),
+        ((True, True), False, "names no license"),
+    ]:
+        with pytest.raises(SystemExit, match=what):
+            check(*_archives(tmp_path, license_in, named))
 
 
 @pytest.mark.skipif(shutil.which("readelf") is None, reason="no readelf")

@@ -1,7 +1,7 @@
 """Build every package into dist/, and prove that the wheels are what a user needs.
 
 - one wheel per package: abi3 when it has C, py3-none-any otherwise, and an sdist beside it
-- every wheel holds its py.typed
+- every wheel holds its py.typed; wheel and sdist hold the license
 - the torch-free wheels, installed in an empty environment with their dependencies, run their README's example
 - lf-graph's wheel does so with torch and none of its siblings, and without Triton
 - the torch-free ones also on Python 3.12 and 3.13 where they are installed
@@ -13,6 +13,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tarfile
 import tempfile
 import zipfile
 from collections.abc import Callable, Iterable
@@ -61,6 +62,25 @@ def check_names() -> None:
         marker = f"{package.name.replace('-', '_')}/py.typed"
         if marker not in zipfile.ZipFile(wheels[0]).namelist():
             sys.exit(f"{wheels[0].name}: no {marker}")
+        (sdist,) = DIST.glob(f"{package.name.replace('-', '_')}-*.tar.gz")
+        check_license(wheels[0], sdist)
+
+
+def check_license(wheel: Path, sdist: Path) -> None:
+    """Both hold the repository's license, and the wheel's metadata names it; a failure ends the check."""
+    text = (ROOT / "LICENSE").read_bytes()
+    info = "-".join(wheel.name.split("-")[:2]) + ".dist-info"
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        held = f"{info}/licenses/LICENSE"
+        if held not in names or archive.read(held) != text:
+            sys.exit(f"{wheel.name}: no {held} with the text of this repository")
+        if b"\nLicense-File: LICENSE\n" not in archive.read(f"{info}/METADATA"):
+            sys.exit(f"{wheel.name}: its metadata names no license file")
+    with tarfile.open(sdist) as archive:
+        name = sdist.name.removesuffix(".tar.gz") + "/LICENSE"
+        if name not in archive.getnames() or archive.extractfile(name).read() != text:
+            sys.exit(f"{sdist.name}: no {name} with the text of this repository")
 
 
 def example(package: str) -> str:
