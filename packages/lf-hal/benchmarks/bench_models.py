@@ -7,6 +7,7 @@ Both compute the same model with the same weights, in turns; a row has the faste
 largest difference between their outputs. cpu is the processor time of the process in the fastest run: for one thread,
 on a machine with neighbours, it says more than the clock. unfused_over_fused is of processor time as well. prefill is
 256 tokens, decode one token after 256 others (keys and values of the past are inputs and outputs on both sides).
+bf16, f16 and i8 are the storage of our weights; torch stays float32, so the largest difference is that of the storage.
 compile is from the traced graph to a loaded artefact, with the kernels of the target already built; open maps, checks
 and packs the weights.
 """
@@ -108,6 +109,13 @@ def measure(name: str, repeat: int) -> tuple[list[Row], dict[str, float]]:
     for threads in (1, 2):
         torch.set_num_threads(threads)
         rows.append(compare(f"{name}", threads, lambda: module(*examples), made, arrays, repeat))
+    for dtype in ("bf16", "f16", "i8"):
+        with lf_hal.compile(graph, weights, weights_dtype=dtype) as narrow:
+            for threads in (1, 2):
+                torch.set_num_threads(threads)
+                label = f"{name} {dtype}"
+                rows.append(compare(label, threads, lambda: module(*examples), narrow, arrays, repeat))
+            once[f"relative_error_{dtype}"] = narrow.manifest["storage"]["relative_error"]
     if name.startswith("resnet"):
         plain = lf_hal.compile(graph, weights, passes=UNFUSED)
         pair: tuple[list[float], list[float]] = ([], [])
@@ -158,7 +166,7 @@ def line(row: Row) -> str:
     theirs = f"torch {row.torch_best:8.2f} ms (median {row.torch_median:8.2f})"
     ours = f"ours {row.ours_best:8.2f} ms (median {row.ours_median:8.2f})"
     ratio = f"torch/ours {row.ratio:5.2f} (cpu {row.ratio_cpu:5.2f})"
-    return f"{row.model:<18} {row.threads} thread(s)  {theirs}  {ours}  {ratio}"
+    return f"{row.model:<22} {row.threads} thread(s)  {theirs}  {ours}  {ratio}"
 
 
 def main() -> None:
@@ -178,7 +186,7 @@ def main() -> None:
         rows += found
         for row in found:
             print(line(row), flush=True)
-        print("   ", ", ".join(f"{key} {value:.2f}" for key, value in once[name].items()), flush=True)
+        print("   ", ", ".join(f"{key} {value:.3g}" for key, value in once[name].items()), flush=True)
     if args.json:
         about = {
             "date": datetime.now(UTC).isoformat(timespec="seconds"),

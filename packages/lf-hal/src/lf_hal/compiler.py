@@ -21,8 +21,9 @@ from lf_hal.errors import ArtifactError, HalError, WeightsError
 from lf_hal.lir import verify
 from lf_hal.lir.graph import Graph, Value
 from lf_hal.lir.recipes import apply_recipes
-from lf_hal.passes import PassOptions, optimize
+from lf_hal.passes import PassOptions, optimize, store_weights
 from lf_hal.sources import as_array, read_weights
+from lf_hal.storage import storage_report
 from lf_hal.targets import Target, check_switches, resolve_target
 from lf_hal.weights import NUMPY_DTYPES, open_weights, write_weights
 
@@ -41,6 +42,7 @@ def compile(
     *,
     switches: Iterable[str] = (),
     passes: PassOptions | None = None,
+    weights_dtype: str = "f32",
     compiler: str = "auto",
     folder: str | Path | None = None,
 ) -> Artifact:
@@ -53,6 +55,9 @@ def compile(
         threads: how many a run uses if it does not say; they share out outputs, so they change no bit.
         switches: names of :data:`lf_hal.targets.SWITCHES`.
         passes: which rewrites of the graph run; those that ``switches`` say, if None. They change roundings.
+        weights_dtype: how weights of linear layers, convolutions and embeddings are stored: ``f32`` (as they are),
+            ``bf16``, ``f16`` or ``i8`` (one scale for each output channel). Sums stay float32; the error that this
+            makes is in the manifest under ``storage``.
         compiler: ``gcc`` or ``zig``; ``auto`` takes gcc for this machine's architecture and zig for all others.
         folder: where the artefact goes, new or empty; without it, it lives as long as the returned object.
 
@@ -62,7 +67,7 @@ def compile(
     Raises:
         UnknownTargetError, UnknownSwitchError, WrongTargetError: before anything is compiled.
         InvalidGraphError: the graph does not hold together.
-        WeightsError: a weight is absent, or of another type than the graph says.
+        WeightsError: a weight is absent, of another type than the graph says, or not finite as it would be stored.
         UnsupportedOpError: an op has no C form.
         CompilerMissingError, CompilerFailedError: as :func:`lf_hal.build.find_compiler` and its runs.
     """
@@ -72,7 +77,7 @@ def compile(
         raise ValueError(f"threads={threads}; give at least 1")
     tool = find_compiler(chosen, compiler)
     verify(graph)
-    graph = _optimised(graph, names, passes)
+    graph = store_weights(_optimised(graph, names, passes), weights_dtype)
     mapping = read_weights(Path(weights)) if isinstance(weights, (str, Path)) else weights
     owner = tempfile.TemporaryDirectory(prefix="lf-hal-") if folder is None else None
     out = Path(folder) if folder is not None else Path(owner.name if owner else "")
@@ -80,12 +85,14 @@ def compile(
     if any(out.iterdir()):
         raise ArtifactError(out, "is not empty; give another folder")
 
-    write_weights(out / WEIGHTS, _stored(graph, mapping))
+    values = _values(graph, mapping)
+    storage = storage_report(graph, values, weights_dtype)
+    write_weights(out / WEIGHTS, _stored(graph, values))
     file = open_weights(out / WEIGHTS, verify=False)
     program = lower(graph, {b.name: b.offset for b in file.blobs}, file.data.nbytes)
     (out / SOURCE).write_text(emit(program))
     _build(tool, chosen, out)
-    manifest = _manifest(program, chosen, tool, threads, names)
+    manifest = {**_manifest(program, chosen, tool, threads, names), "storage": storage}
     write_manifest(out, manifest)
     return Artifact(out, load(out).manifest, owner=owner)
 
@@ -95,21 +102,25 @@ def _optimised(graph: Graph, switches: frozenset[str], passes: PassOptions | Non
     return optimize(replace(graph, outputs=tuple(dict.fromkeys(graph.outputs))), options)
 
 
-def _stored(graph: Graph, given: Mapping[str, Any]) -> dict[str, tuple[str, Array]]:
-    """What the file holds: weights, derived weights and constants that an op or output reads."""
+def _values(graph: Graph, given: Mapping[str, Any]) -> dict[str, Array]:
+    """Weights and derived weights by name."""
     found: dict[str, Array] = {}
     for value in graph.weights:
         if value.name not in given:
             raise WeightsError(value.name, str(value.type), "nothing of this name")
         found[value.name] = as_array(value, given[value.name])
-    if graph.recipes:
-        found = dict(apply_recipes(graph, found))
+    return dict(apply_recipes(graph, found)) if graph.recipes else found
+
+
+def _stored(graph: Graph, found: Mapping[str, Array]) -> dict[str, tuple[str, Array]]:
+    """What the file holds: weights, derived weights and constants that an op or output reads."""
+    known = dict(found)
     for constant in graph.constants:
         shape, dtype = constant.value.type.shape, NUMPY_DTYPES[constant.value.type.dtype]
-        found[constant.value.name] = np.array(constant.data).astype(dtype).reshape(shape)
+        known[constant.value.name] = np.array(constant.data).astype(dtype).reshape(shape)
     used = {*(i for o in graph.ops for i in o.inputs), *graph.outputs}
     values = (*graph.weights, *(r.output for r in graph.recipes), *(c.value for c in graph.constants))
-    return {v.name: (v.type.dtype, found[v.name]) for v in values if v.name in used}
+    return {v.name: (v.type.dtype, known[v.name]) for v in values if v.name in used}
 
 
 def _build(tool: Compiler, target: Target, folder: Path) -> None:

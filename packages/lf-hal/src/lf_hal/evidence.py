@@ -111,6 +111,18 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.EMULATED,
         "qemu-user; its LoongArch is an LA464, so nothing is said of a 3A6000",
     ),
+    Capability(
+        "compile.narrow.x86-64",
+        "weights stored as bf16, f16 or int8: the bits of float32 with the widened weights",
+        Evidence.VERIFIED,
+        "AVX-512 compiled only",
+    ),
+    Capability(
+        "compile.narrow.others",
+        "the same on aarch64, riscv64 and loongarch64",
+        Evidence.EMULATED,
+        "results only; what they gain there was not measured",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",

@@ -36,6 +36,16 @@ def test_an_exported_program_is_compiled(
         np.testing.assert_allclose(found, module(example).numpy(), rtol=0, atol=1e-6)
 
 
+def test_weights_are_stored_narrow_and_their_error_is_said(
+    exported: tuple[Path, nn.Module, torch.Tensor], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compile", str(exported[0]), "--out", str(tmp_path / "made"), "--weights-dtype", "i8"]) == 0
+    assert "2 weights stored as i8, relative error" in capsys.readouterr().out
+    storage = lf_hal.load(tmp_path / "made").manifest["storage"]
+    assert storage["dtype"] == "i8"
+    assert 1e-3 < storage["relative_error"] < 1e-2
+
+
 def test_a_graph_as_text_is_compiled(tmp_path: Path) -> None:
     x = Value("x", TensorType("f32", (4,)))
     op = make_op("unary", "y", [x], {"fn": "relu"})

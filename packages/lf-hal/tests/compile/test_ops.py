@@ -30,8 +30,8 @@ class Maker:
         self.inputs.append(Value(f"x{len(self.inputs)}", TensorType(dtype, shape)))
         return self.inputs[-1]
 
-    def w(self, *shape: int) -> Value:
-        self.weights.append(Value(f"w{len(self.weights)}", TensorType("f32", shape)))
+    def w(self, *shape: int, dtype: str = "f32") -> Value:
+        self.weights.append(Value(f"w{len(self.weights)}", TensorType(dtype, shape)))
         return self.weights[-1]
 
     def __call__(self, kind: str, *inputs: Value, **attrs: Any) -> Value:
@@ -135,6 +135,30 @@ def products(m: Maker) -> list[Value]:
     return [*found, scores, m("matmul", m("slice", x, axis=0, start=0, end=1), m("permute", w, perm=(1, 0)))]
 
 
+def integer_weights(m: Maker) -> list[Value]:
+    w, scale, b = m.w(37, 300, dtype="i8"), m.w(37), m.w(37)
+    x = m("binary", m.x(3, 5, 300), fn="mul", scalar=2.0**-7)  # sums near 1, where tanh is not steep
+    found = [m("linear_i8", x, w, scale), m("linear_i8", m("permute", x, perm=(1, 0, 2)), w, scale, b)]
+    found += [m("linear_i8", x, w, scale, b, act=act) for act in ("silu", "tanh")]
+    image, kernel, vectors = m.x(2, 6, 9, 8), m.w(10, 6, 3, 3, dtype="i8"), [m.w(10) for _ in range(3)]
+    found += [m("conv_i8", image, kernel, *vectors[:n], padding=(1, 1), act="relu") for n in (1, 2, 3)]
+    found += [m("conv_i8", image, m.w(6, 1, 3, 3, dtype="i8"), m.w(6), groups=6)]
+    rows = m("embedding", w, m("cast", m("unary", m.x(4), fn="abs"), dtype="i64"))
+    return [*found, m("cast", rows, dtype="f32")]
+
+
+def narrow_weights(m: Maker) -> list[Value]:
+    x, image = m.x(3, 300), m.x(2, 6, 9, 8)
+    index = m("cast", m("unary", m.x(4), fn="abs"), dtype="i64")
+    found = []
+    for dtype in ("bf16", "f16"):
+        w = m.w(37, 300, dtype=dtype)
+        found += [m("linear", x, w, m.w(37)), m("linear_act", x, w, act="relu")]
+        found += [m("conv2d", image, m.w(10, 6, 3, 3, dtype=dtype), m.w(10))]
+        found += [m("cast", m("embedding", w, index), dtype="f32")]
+    return found
+
+
 def attentions(m: Maker) -> list[Value]:
     q, k, v = m.x(2, 4, 7, 12), m.x(2, 2, 9, 12), m.x(2, 2, 9, 10)
     k7, v7 = (m("slice", t, axis=2, start=0, end=7) for t in (k, v))
@@ -204,6 +228,8 @@ CASES: Mapping[str, Callable[[Maker], list[Value]]] = {
         made,
         rows,
         products,
+        integer_weights,
+        narrow_weights,
         attentions,
         images,
         sequences,
@@ -218,7 +244,16 @@ def given(value: Value, rng: np.random.Generator) -> Array:
         return rng.standard_normal(shape).astype(np.float32)
     if value.type.dtype == "bool":
         return rng.random(shape) < 0.5
-    return rng.integers(-5, 6, shape)
+    if value.type.dtype == "bf16":
+        return (rng.standard_normal(shape).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+    if value.type.dtype == "f16":
+        return rng.standard_normal(shape).astype(np.float16)
+    return rng.integers(-5, 6, shape, np.int8 if value.type.dtype == "i8" else np.int64)
+
+
+def weight(value: Value, rng: np.random.Generator) -> Array:
+    found = given(value, rng)
+    return found / np.float32(prod(value.type.shape[1:]) ** 0.5) if value.type.dtype == "f32" else found
 
 
 @pytest.mark.parametrize("name", list(CASES))
@@ -226,7 +261,7 @@ def test_c_computes_what_the_twin_does(name: str) -> None:
     m, rng = Maker(), np.random.default_rng(7)
     graph = m.graph(tuple(CASES[name](m)))
     inputs = {v.name: given(v, rng) for v in graph.inputs}
-    weights = {v.name: given(v, rng) / np.float32(prod(v.type.shape[1:]) ** 0.5) for v in graph.weights}
+    weights = {v.name: weight(v, rng) for v in graph.weights}
     exact = reference.run(graph, inputs, weights, "float64")
     with lf_hal.compile(graph, weights) as made_:
         found = made_.run(inputs)

@@ -5,56 +5,10 @@ from __future__ import annotations
 from itertools import product as every
 
 import numpy as np
-import numpy.typing as npt
 import order_v1 as order
 from kernel_runs import BINARY, PANEL, REDUCE, UNARY, Place, Program
-
-F = npt.NDArray[np.float32]
-f32 = np.float32
-KINDS = ("random", "subnormal", "special")
-_SPECIAL = np.array(
-    [
-        0.0,
-        -0.0,
-        np.inf,
-        -np.inf,
-        np.nan,
-        1.0,
-        -1.0,
-        1e38,
-        -1e38,
-        1e-38,
-        1e-45,
-        -1e-45,
-        0.5,
-        3.4e38,
-        2.0,
-        -3.0,
-    ],
-    f32,
-)
-
-
-def values(kind: str, *shape: int, seed: int = 0) -> F:
-    """Random floats: of ordinary size, mostly subnormal, or ordinary with a few special ones among them."""
-    rng = np.random.default_rng([seed, *shape, KINDS.index(kind)])
-    x = rng.standard_normal(shape).astype(f32)
-    if kind == "subnormal":
-        return x * f32(1e-38)
-    if kind == "special" and x.size:
-        flat = x.reshape(-1)
-        some = rng.random(flat.size) < 0.02
-        flat[some] = rng.choice(_SPECIAL, int(some.sum()))
-    return x
-
-
-def dense(shape: tuple[int, ...]) -> list[int]:
-    """Strides of an array without gaps."""
-    return [int(np.prod(shape[i + 1 :])) for i in range(len(shape))]
-
-
-def panels(n: int) -> int:
-    return (n + PANEL - 1) // PANEL
+from kernel_values import KINDS, SPECIAL, F, dense, f32, panels, values
+from stored_cases import storage
 
 
 def gemm(p: Program, name: str, m: int, n: int, k: int, kind: str, *, act: int = 0, parts: str = "") -> None:
@@ -199,7 +153,7 @@ def _sweep() -> F:
     edges = np.array([0.625, 0.9375, 3.953125, 89, -104, -103.97, 88.72284, 131072, 1e-40, 1.5e5, 3e38], f32)
     near = np.concatenate([edges, np.nextafter(edges, f32(9e9)), np.nextafter(edges, f32(-9e9)), -edges])
     ordinary = values("random", 700, seed=40) * f32(4)
-    return np.concatenate([words.view(f32), near, ordinary, _SPECIAL])
+    return np.concatenate([words.view(f32), near, ordinary, SPECIAL])
 
 
 def elements(p: Program) -> None:
@@ -358,6 +312,7 @@ def all_cases() -> Program:
     with np.errstate(all="ignore"):
         products(p)
         attentions(p)
+        storage(p)
         for n in (1, 7, 16, 33, 200):
             for kind in KINDS:
                 rows(p, n, kind)

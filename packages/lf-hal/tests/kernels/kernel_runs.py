@@ -24,7 +24,9 @@ PANEL = 16
 FUNCTIONS = (
     *("pack_b", "gemm", "pack_conv", "conv2d", "attention", "softmax", "layer_norm", "rms_norm", "reduce"),
     *("unary", "binary", "multiply_add", "copy", "rope", "embedding", "pool2d"),
+    *("pack_b_stored", "gemm_stored", "pack_conv_stored", "conv2d_stored"),
 )
+STORAGE = ("f32", "bf16", "f16", "i8")
 UNARY = (
     *("neg", "rsqrt", "sin", "cos", "tanh", "sigmoid", "silu", "gelu_tanh", "gelu_erf", "relu"),
     *("exp", "erf", "sqrt", "abs", "log"),
@@ -52,8 +54,9 @@ class Program:
     size: int = 0
 
     def put(self, values: npt.NDArray[Any]) -> Place:
-        """Memory with these values (float32 or int64), aligned to 16 floats."""
-        words = np.ascontiguousarray(values).view(np.uint32).reshape(-1)
+        """Memory with these values (of any element type), aligned to 16 floats."""
+        raw = np.ascontiguousarray(values).reshape(-1).view(np.uint8)
+        words = np.concatenate([raw, np.zeros(-raw.size % 4, np.uint8)]).view(np.uint32)
         place = Place(self.size, values.shape)
         room = (words.size + 15) // 16 * 16 + 16
         self.memory.append(np.concatenate([words, np.full(room - words.size, 0x7FC12345, np.uint32)]))
@@ -135,6 +138,7 @@ __all__ = [
     "PANEL",
     "REDUCE",
     "SOURCES",
+    "STORAGE",
     "UNARY",
     "Place",
     "Program",

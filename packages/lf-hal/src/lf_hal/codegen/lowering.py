@@ -109,12 +109,12 @@ class Lowering:
         buffers = tuple(dict.fromkeys(v.buffer for v in reads))
         self.steps.append(Step(name, text, total, max(grain, 1), buffers, writes.buffer, scratch))
 
-    def pack(self, key: str, floats: int, text: str, total: int, source: View) -> str:
-        """A packed buffer made of a weight when the model is opened, once for each ``key``."""
+    def pack(self, packed: View, text: str, total: int, source: View) -> None:
+        """The buffer of ``packed``, made of a weight by ``text`` when the model is opened, once for each name."""
+        key = packed.buffer
         if key not in self.packed:
-            self.packed[key] = floats * 4
+            self.packed[key] = prod(packed.shape) * DTYPES[packed.dtype]
             self.packing.append(Step(f"pack {key}", text, total, 1, (source.buffer,), key))
-        return key
 
     def materialise(self, view: View, order: Sequence[int] | None = None) -> View:
         """``view``, or a copy of it, dense with its axes in ``order`` (as they stand, if None)."""

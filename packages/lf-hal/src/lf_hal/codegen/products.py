@@ -14,6 +14,7 @@ __all__ = ["attention", "conv2d", "linear", "lstm_cell", "matmul"]
 PANEL = 16
 _ACTS = {"none": "LF_ACT_NONE", "relu": "LF_ACT_RELU", "silu": "LF_ACT_SILU", "gelu_tanh": "LF_ACT_GELU_TANH",
          "gelu": "LF_ACT_GELU_ERF"}  # fmt: skip
+STORAGE = {"f32": "LF_F32", "bf16": "LF_BF16", "f16": "LF_F16", "i8": "LF_I8"}
 _AFTER = {"sigmoid": "LF_SIGMOID", "tanh": "LF_TANH"}
 _PANEL_GRAIN = 4
 _ROW_GRAIN = 24  # a multiple of the rows of every register tile
@@ -24,10 +25,16 @@ def panels(n: int) -> int:
 
 
 def _epilogue(
-    low: Lowering, act: str, bias: View | None, scale: View | None = None, shift: View | None = None
+    low: Lowering,
+    act: str,
+    bias: View | None,
+    scale: View | None = None,
+    shift: View | None = None,
+    weight_scale: View | None = None,
 ) -> str:
-    fields = [low.read(v) if v is not None else "0" for v in (bias, scale, shift)]
-    return f"const lf_epilogue e = {{{', '.join(fields)}, {_ACTS.get(act, 'LF_ACT_NONE')}}};\n"
+    parts = {"bias": bias, "scale": scale, "shift": shift, "weight_scale": weight_scale}
+    fields = "".join(f".{name} = {low.read(view)}, " for name, view in parts.items() if view is not None)
+    return f"const lf_epilogue e = {{{fields}.act = {_ACTS.get(act, 'LF_ACT_NONE')}}};\n"
 
 
 def _vector(low: Lowering, view: View) -> View:
@@ -42,50 +49,65 @@ def _activate(low: Lowering, y: View, act: str) -> None:
         low.step(f"lf_unary_f32({_AFTER[act]}, {at}, {at}, begin, end);", prod(y.shape), [y], y, grain=4096)
 
 
+def _only_products(low: Lowering, x: View, w: View) -> None:
+    low.only_f32(x)
+    if w.dtype not in STORAGE:
+        low.refuse(f"weights of {w.dtype} are not multiplied; they are stored as {', '.join(STORAGE)}")
+
+
 def packed_matrix(low: Lowering, b: View) -> tuple[str, View]:
     """Address of the panels of b[K, N], packed when the model is opened if b is a weight, else in a step of its own."""
     k, n = b.shape
-    floats = panels(n) * k * PANEL
+    elements = panels(n) * k * PANEL
     source = f"{low.read(b)}, {b.strides[0]}, {b.strides[1]}, {k}, {n}, begin, end);"
     if b.buffer in low.weights:
         key = f"{b.buffer}|{b.offset}|{b.strides[0]}|{b.strides[1]}|{k}x{n}"
-        text = f"lf_pack_b_f32((float *)\x01{key}\x02, {source}"
-        low.pack(key, floats, text, panels(n), b)
-        return f"((const float *)\x01{key}\x02)", dense(key, "f32", (floats,))
-    packed = low.temporary("f32", (floats,))
-    text = f"lf_pack_b_f32({low.at(packed)}, {source}"
-    low.step(text, panels(n), [b], packed)
+        packed = dense(key, b.dtype, (elements,))
+        low.pack(packed, f"lf_pack_b_stored({STORAGE[b.dtype]}, {low.at(packed)}, {source}", panels(n), b)
+    else:
+        packed = low.temporary(b.dtype, (elements,))
+        low.step(f"lf_pack_b_stored({STORAGE[b.dtype]}, {low.at(packed)}, {source}", panels(n), [b], packed)
     return low.read(packed), packed
 
 
 def gemm(
-    low: Lowering, y: View, ys: int, a: View, a_stride: int, m: int, b: View, act: str, bias: View | None
+    low: Lowering,
+    y: View,
+    ys: int,
+    a: View,
+    a_stride: int,
+    m: int,
+    b: View,
+    act: str,
+    bias: View | None,
+    weight_scale: View | None = None,
 ) -> None:
-    """y[m, n] = act(a @ b + bias): threads share panels if there are many, else rows."""
+    """y[m, n] = act((a @ b) * weight_scale + bias): threads share panels if there are many, else rows."""
     k, n = b.shape
     at, packed = packed_matrix(low, b)
     count = panels(n)
     by_panel = count >= 16 or count * PANEL >= m
     cut = f"0, {m}, begin, end" if by_panel else f"begin, end, 0, {count}"
     text = (
-        f"{_epilogue(low, act, bias)}"
-        f"lf_gemm_f32({low.at(y)}, {ys}, {low.read(a)}, {a_stride}, {at}, {k}, {n}, &e, {cut});"
+        f"{_epilogue(low, act, bias, weight_scale=weight_scale)}"
+        f"lf_gemm_stored({STORAGE[b.dtype]}, {low.at(y)}, {ys}, {low.read(a)}, {a_stride}, {at}, {k}, {n}, &e, {cut});"
     )
-    reads = [v for v in (a, packed, bias) if v is not None]
+    reads = [v for v in (a, packed, bias, weight_scale) if v is not None]
     grain = _ROW_GRAIN if not by_panel else _PANEL_GRAIN if count >= 4 * _PANEL_GRAIN else 1
     low.step(text, count if by_panel else m, reads, y, grain=grain)
     _activate(low, y, act)
 
 
 def linear(low: Lowering, op: Op) -> None:
-    x, w, *rest = low.inputs_of(op)
-    low.only_f32(x, w)
+    x, w, *vectors = low.inputs_of(op)
+    _only_products(low, x, w)
     a, order = low.rows(x)
     y = low.result(op, order)
-    bias = _vector(low, rest[0]) if rest else None
+    rest = [_vector(low, v) for v in vectors]
+    weight_scale = rest.pop(0) if op.kind == "linear_i8" else None
     act = op.get_str("act") if op.has("act") else "none"
     k, n, m = w.shape[1], w.shape[0], prod(x.shape[:-1])
-    gemm(low, y, n, a, k, m, w.permute((1, 0)), act, bias)
+    gemm(low, y, n, a, k, m, w.permute((1, 0)), act, rest[0] if rest else None, weight_scale)
 
 
 def matmul(low: Lowering, op: Op) -> None:
@@ -185,19 +207,18 @@ def _float_mask(low: Lowering, mask: View) -> View:
 
 
 def conv2d(low: Lowering, op: Op) -> None:
-    x, w, *rest = low.inputs_of(op)
-    low.only_f32(x, w)
+    x, w, *given = low.inputs_of(op)
+    _only_products(low, x, w)
     w = low.materialise(w)
     if w.buffer not in low.weights:
         low.refuse("its weights are computed in the graph; they must be weights or constants")
     x = low.materialise(x, NHWC)
     y = low.result(op, NHWC)
     act = op.get_str("act")
-    vectors = [_vector(low, v) for v in rest]
-    if op.kind == "conv_affine_act":
-        epilogue = _epilogue(low, act, None, vectors[0], vectors[1])
-    else:
-        epilogue = _epilogue(low, act, vectors[0] if vectors else None)
+    vectors = [_vector(low, v) for v in given]
+    weight_scale, rest = (vectors[0], vectors[1:]) if op.kind == "conv_i8" else (None, vectors)
+    bias, scale, shift = (None, *rest) if len(rest) == 2 else (*rest, None, None, None)[:3]
+    epilogue = _epilogue(low, act, bias, scale, shift, weight_scale)
     (out_c, group_c, kh, kw), groups = w.shape, op.get_int("groups")
     stride, padding, dilation = op.get_ints("stride"), op.get_ints("padding"), op.get_ints("dilation")
     batch, in_c, in_h, in_w = x.shape
@@ -207,13 +228,13 @@ def conv2d(low: Lowering, op: Op) -> None:
         f".stride_h = {stride[0]}, .stride_w = {stride[1]}, .pad_top = {padding[0]}, .pad_left = {padding[1]}, "
         f".dil_h = {dilation[0]}, .dil_w = {dilation[1]}, .groups = {groups}}};\n"
     )
-    floats = groups * panels(out_c // groups) * kh * kw * group_c * PANEL
-    key = f"{w.buffer}|conv|{groups}"
-    text = f"{config}lf_pack_conv_f32((float *)\x01{key}\x02, {low.read(w)}, &c, begin, end);"
-    low.pack(key, floats, text, groups, w)
-    packed = dense(key, "f32", (floats,))
+    elements = groups * panels(out_c // groups) * kh * kw * group_c * PANEL
+    packed = dense(f"{w.buffer}|conv|{groups}", w.dtype, (elements,))
+    storage = STORAGE[w.dtype]
+    text = f"{config}lf_pack_conv_stored({storage}, {low.at(packed)}, {low.read(w)}, &c, begin, end);"
+    low.pack(packed, text, groups, w)
     rows = batch * y.shape[2] * y.shape[3]
-    call = f"lf_conv2d_f32({low.at(y)}, {low.read(x)}, {low.read(packed)}, &c, &e, begin, end);"
+    call = f"lf_conv2d_stored({storage}, {low.at(y)}, {low.read(x)}, {low.read(packed)}, &c, &e, begin, end);"
     low.step(config + epilogue + call, rows, [x, packed, *vectors], y, grain=_ROW_GRAIN)
     _activate(low, y, act)
 

@@ -6,7 +6,7 @@ from math import prod
 
 from lf_hal.codegen.lowering import C_TYPES, Lowering, literal
 from lf_hal.codegen.view import NHWC, View
-from lf_hal.lir.graph import Op
+from lf_hal.lir.graph import DTYPES, Op
 
 __all__ = ["cumsum", "embedding", "normalise", "pool2d", "reduce", "rope", "upsample"]
 
@@ -85,7 +85,6 @@ def cumsum(low: Lowering, op: Op) -> None:
 
 def embedding(low: Lowering, op: Op) -> None:
     table, index = low.inputs_of(op)
-    low.only_f32(table)
     table, index = low.materialise(table), low.materialise(index)
     if index.dtype == "i32":
         wide = low.temporary("i64", index.shape)
@@ -94,11 +93,18 @@ def embedding(low: Lowering, op: Op) -> None:
         index = wide
     y = low.result(op)
     rows, dim = table.shape[0], prod(table.shape[1:])
-    places = ", ".join((low.at(y), low.read(table), low.read(index)))
-    text = (
-        f"int64_t bad = lf_embedding_f32({places}, {rows}, {dim}, begin, end);\n"
-        "if (bad >= 0) lf_report(x, \x03, bad);"
-    )
+    if table.dtype == "f32":
+        places = ", ".join((low.at(y), low.read(table), low.read(index)))
+        text = (
+            f"int64_t bad = lf_embedding_f32({places}, {rows}, {dim}, begin, end);\n"
+            "if (bad >= 0) lf_report(x, \x03, bad);"
+        )
+    else:
+        text = (
+            f"for (int64_t i = begin; i < end; i++) {{\n  int64_t k = {low.read(index)}[i];\n"
+            f"  if (k < 0 || k >= {rows}) {{ lf_report(x, \x03, i); continue; }}\n"
+            f"  memcpy({low.at(y)} + i * {dim}, {low.read(table)} + k * {dim}, {dim * DTYPES[table.dtype]});\n}}"
+        )
     low.step(text, prod(index.shape), [table, index], y, grain=_grain(dim))
 
 

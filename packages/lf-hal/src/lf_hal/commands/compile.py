@@ -10,6 +10,7 @@ from typing import Any
 
 from lf_hal.errors import ArtifactError, HalError
 from lf_hal.lir.graph import Graph
+from lf_hal.passes import WEIGHTS_DTYPES
 from lf_hal.sources import read_weights
 from lf_hal.targets import SWITCHES, TARGETS
 
@@ -26,6 +27,12 @@ def arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--prefix", default="", help="take the names in --weights that begin so, without it")
     parser.add_argument("--threads", type=int, default=1, help="of a run that does not say (default 1)")
+    parser.add_argument(
+        "--weights-dtype",
+        choices=WEIGHTS_DTYPES,
+        default="f32",
+        help="how weights of products are stored (default f32); sums stay float32",
+    )
     parser.add_argument("--compiler", choices=("auto", "gcc", "zig"), default="auto")
     for switch in SWITCHES.values():
         parser.add_argument(f"--{switch.name}", action="store_true", help=switch.meaning)
@@ -50,6 +57,7 @@ def run(args: argparse.Namespace) -> int:
         target.name,
         args.threads,
         switches=switches,
+        weights_dtype=args.weights_dtype,
         compiler=args.compiler,
         folder=out,
     )
@@ -58,6 +66,13 @@ def run(args: argparse.Namespace) -> int:
     print(f"  by {about['compiler']['version']}, {len(about['steps'])} steps, order {about['order']}")
     sizes = (about["weight_bytes"], about["packed_bytes"], about["arena_bytes"])
     print("  weights {:,} bytes, packed when opened {:,}, arena {:,}".format(*sizes))
+    storage = about["storage"]
+    if storage["worst"]:
+        name, error = storage["worst"]
+        print(
+            f"  {storage['narrow']} weights stored as {storage['dtype']}, relative error "
+            f"{storage['relative_error']:.2e}, at most {error:.2e} ({name})"
+        )
     for label, values in (("input", made.inputs), ("output", made.outputs)):
         for value in values:
             print(f"  {label} {value.name}: {value.type}")

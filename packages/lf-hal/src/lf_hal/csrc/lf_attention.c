@@ -61,7 +61,7 @@ static void head_block(float *y, const float *q, const float *keys, const float 
         most = lf_max64(most, seen[r]);
     }
     if (most > 0)
-        lf_product(scores, stride, q + first * c->q_stride[2], c->q_stride[2], keys, c->qk_dim, c->qk_dim, most, 0, 0,
+        lf_product(lf_tile_rows_f32, scores, stride, q + first * c->q_stride[2], c->q_stride[2], keys, c->qk_dim, c->qk_dim, most, 0, 0,
                    rows, 0, lf_panels(most));
     for (int64_t r = 0; r < rows; r++) {
         const float *mask = c->mask;
@@ -79,10 +79,10 @@ static void head_block(float *y, const float *q, const float *keys, const float 
     int64_t panels = lf_panels(c->v_dim), common = least / LF_CHUNK * LF_CHUNK;
     float *to = y + first * c->y_stride[2];
     if (common > 0)
-        lf_product(to, c->y_stride[2], scores, stride, values, c->kv_len, common, c->v_dim, 0, 0, rows, 0, panels);
+        lf_product(lf_tile_rows_f32, to, c->y_stride[2], scores, stride, values, c->kv_len, common, c->v_dim, 0, 0, rows, 0, panels);
     for (int64_t r = 0; r < rows; r++)
         for (int64_t k = common; k < seen[r] || k == 0; k += LF_CHUNK)
-            lf_tile_rows(to + r * c->y_stride[2], 0, scores + r * stride, 0, values, c->kv_len, c->v_dim, 0, 1, 0,
+            lf_tile_rows_f32(to + r * c->y_stride[2], 0, scores + r * stride, 0, values, c->kv_len, c->v_dim, 0, 1, 0,
                          panels, k, lf_min64(seen[r], k + LF_CHUNK));
 }
 

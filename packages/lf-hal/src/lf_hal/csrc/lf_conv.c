@@ -1,5 +1,6 @@
 /* conv2d as the product of gathered rows with packed weights, and pooling. NHWC. */
 #include "lf_internal.h"
+#include "lf_widen.h"
 
 LF_INLINE int64_t group_in(const lf_conv2d *c) { return c->in_c / c->groups; }
 LF_INLINE int64_t group_out(const lf_conv2d *c) { return c->out_c / c->groups; }
@@ -9,18 +10,37 @@ int64_t lf_packed_conv_size_f32(const lf_conv2d *c) {
     return c->groups * lf_packed_size_f32(terms(c), group_out(c));
 }
 
-void lf_pack_conv_f32(float *packed, const float *w, const lf_conv2d *c, int64_t group_begin, int64_t group_end) {
-    int64_t k = terms(c), n = group_out(c), ci = group_in(c), taps = c->k_h * c->k_w;
-    for (int64_t g = group_begin; g < group_end; g++) {
-        float *to = packed + g * lf_packed_size_f32(k, n);
-        const float *from = w + g * n * k;
-        for (int64_t p = 0; p < lf_panels(n); p++)
-            for (int64_t i = 0; i < k; i++)
-                for (int64_t j = 0; j < LF_PANEL; j++) {
-                    int64_t o = p * LF_PANEL + j;
-                    to[(p * k + i) * LF_PANEL + j] = o < n ? from[(o * ci + i % ci) * taps + i / ci] : 0.0f;
-                }
+/* Elements are only moved, by their size. */
+#define LF_DEFINE_PACK(name, type)                                                                            \
+    static void name(type *packed, const type *w, const lf_conv2d *c, int64_t group_begin, int64_t group_end) { \
+        int64_t k = terms(c), n = group_out(c), ci = group_in(c), taps = c->k_h * c->k_w;                     \
+        for (int64_t g = group_begin; g < group_end; g++) {                                                   \
+            type *to = packed + g * lf_packed_size_f32(k, n);                                                 \
+            const type *from = w + g * n * k;                                                                 \
+            for (int64_t p = 0; p < lf_panels(n); p++)                                                        \
+                for (int64_t i = 0; i < k; i++)                                                               \
+                    for (int64_t j = 0; j < LF_PANEL; j++) {                                                  \
+                        int64_t o = p * LF_PANEL + j;                                                         \
+                        to[(p * k + i) * LF_PANEL + j] = o < n ? from[(o * ci + i % ci) * taps + i / ci] : 0; \
+                    }                                                                                         \
+        }                                                                                                     \
     }
+LF_DEFINE_PACK(pack_4, float)
+LF_DEFINE_PACK(pack_2, uint16_t)
+LF_DEFINE_PACK(pack_1, int8_t)
+
+void lf_pack_conv_stored(int32_t storage, void *packed, const void *w, const lf_conv2d *c, int64_t group_begin,
+                         int64_t group_end) {
+    if (storage == LF_F32)
+        pack_4(packed, w, c, group_begin, group_end);
+    else if (storage == LF_I8)
+        pack_1(packed, w, c, group_begin, group_end);
+    else
+        pack_2(packed, w, c, group_begin, group_end);
+}
+
+void lf_pack_conv_f32(float *packed, const float *w, const lf_conv2d *c, int64_t group_begin, int64_t group_end) {
+    pack_4(packed, w, c, group_begin, group_end);
 }
 
 LF_INLINE void put(float *to, const float *from, int64_t n) {
@@ -69,8 +89,8 @@ static void gather(float *to, const float *x, const lf_conv2d *c, int64_t group,
 /* Odd multiple of a cache line, so that rows of a tile do not fall on one another in the first-level cache. */
 #define LF_CONV_STRIDE (LF_CHUNK + 16)
 
-static void conv_group(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *e,
-                       int64_t group, int64_t row_begin, int64_t row_end) {
+static void conv_group(lf_tile_fn *tiles, float *y, const float *x, const void *packed, const lf_conv2d *c,
+                       const lf_epilogue *e, int64_t group, int64_t row_begin, int64_t row_end) {
     float a[LF_ROWS * LF_CONV_STRIDE];
     int64_t k = terms(c), n = group_out(c), panels = lf_panels(n);
     for (int64_t p = 0; p < panels; p += LF_CONV_PANELS) {
@@ -81,8 +101,8 @@ static void conv_group(float *y, const float *x, const float *packed, const lf_c
                 int64_t rows = lf_min64(LF_ROWS, row_end - row);
                 for (int64_t r = 0; r < rows; r++)
                     gather(a + r * LF_CONV_STRIDE, x, c, group, row + r, k_begin, k_end);
-                lf_tile_rows(y + row * c->out_c + group * n, c->out_c, a - k_begin, LF_CONV_STRIDE, packed, k, n,
-                             k_end == k ? e : 0, rows, p, lf_min64(panels, p + LF_CONV_PANELS), k_begin, k_end);
+                tiles(y + row * c->out_c + group * n, c->out_c, a - k_begin, LF_CONV_STRIDE, packed, k, n,
+                      k_end == k ? e : 0, rows, p, lf_min64(panels, p + LF_CONV_PANELS), k_begin, k_end);
             }
             k_begin = k_end;
         } while (k_begin < k);
@@ -92,15 +112,15 @@ static void conv_group(float *y, const float *x, const float *packed, const lf_c
 LF_INLINE vf take(const float *p, int64_t count) { return count >= LF_VL ? lf_load(p) : lf_load_part(p, count); }
 
 /* nv vectors of channels from first on, or count < LF_VL of them (nv is 1 then). */
-LF_INLINE void depthwise_channels(const int nv, float *y, const float *x, const float *packed, const lf_conv2d *c,
-                                  const lf_epilogue *e, int64_t first, int64_t count, int64_t row_begin,
-                                  int64_t row_end) {
+LF_INLINE void depthwise_channels(const int nv, int32_t storage, float *y, const float *x, const void *packed,
+                                  const lf_conv2d *c, const lf_epilogue *e, int64_t first, int64_t count,
+                                  int64_t row_begin, int64_t row_end) {
     int64_t taps = c->k_h * c->k_w;
     vf w[4 * LF_CHUNK];
     for (int64_t t = 0; t < taps * nv; t++) {
         float lane[LF_VL] = {0};
         for (int64_t i = 0; i < lf_min64(count, LF_VL); i++)
-            lane[i] = packed[((first + t % nv * LF_VL + i) * taps + t / nv) * LF_PANEL];
+            lane[i] = lf_widen1(storage, packed, ((first + t % nv * LF_VL + i) * taps + t / nv) * LF_PANEL);
         w[t] = lf_load(lane);
     }
     for (int64_t row = row_begin; row < row_end; row++) {
@@ -122,6 +142,7 @@ LF_INLINE void depthwise_channels(const int nv, float *y, const float *x, const 
         for (int j = 0; j < nv; j++) {
             int64_t at = first + j * LF_VL;
             vf v = s[j];
+            if (e && e->weight_scale) v = v * take(e->weight_scale + at, count);
             if (e && e->bias) v = v + take(e->bias + at, count);
             if (e && e->scale) v = lf_fma(v, take(e->scale + at, count), take(e->shift + at, count));
             if (e && e->act) v = lf_act_apply(v, e->act);
@@ -134,37 +155,47 @@ LF_INLINE void depthwise_channels(const int nv, float *y, const float *x, const 
 }
 
 /* One channel in, one out for each group, and no more taps than a chunk holds: lanes are channels. */
-static void depthwise(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *e,
-                      int64_t row_begin, int64_t row_end) {
+static void depthwise(int32_t storage, float *y, const float *x, const void *packed, const lf_conv2d *c,
+                      const lf_epilogue *e, int64_t row_begin, int64_t row_end) {
     int64_t i = 0, n = c->out_c;
-    for (; i + 4 * LF_VL <= n; i += 4 * LF_VL) depthwise_channels(4, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
-    for (; i + LF_VL <= n; i += LF_VL) depthwise_channels(1, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
-    if (i < n) depthwise_channels(1, y, x, packed, c, e, i, n - i, row_begin, row_end);
+    for (; i + 4 * LF_VL <= n; i += 4 * LF_VL)
+        depthwise_channels(4, storage, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
+    for (; i + LF_VL <= n; i += LF_VL)
+        depthwise_channels(1, storage, y, x, packed, c, e, i, LF_VL, row_begin, row_end);
+    if (i < n) depthwise_channels(1, storage, y, x, packed, c, e, i, n - i, row_begin, row_end);
 }
 
-void lf_conv2d_f32(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *epilogue,
-                   int64_t row_begin, int64_t row_end) {
+void lf_conv2d_stored(int32_t storage, float *y, const float *x, const void *packed, const lf_conv2d *c,
+                      const lf_epilogue *epilogue, int64_t row_begin, int64_t row_end) {
     int64_t n = group_out(c), size = lf_packed_size_f32(terms(c), n);
+    int64_t width = storage == LF_F32 ? 4 : storage == LF_I8 ? 1 : 2; /* bytes of an element */
     int plain = c->k_h == 1 && c->k_w == 1 && c->stride_h == 1 && c->stride_w == 1 && c->groups == 1 &&
                 c->pad_top == 0 && c->pad_left == 0 && c->out_h == c->in_h && c->out_w == c->in_w;
     if (plain) {
-        lf_gemm_f32(y, n, x, c->in_c, packed, c->in_c, n, epilogue, row_begin, row_end, 0, lf_panels(n));
+        lf_gemm_stored(storage, y, n, x, c->in_c, packed, c->in_c, n, epilogue, row_begin, row_end, 0, lf_panels(n));
         return;
     }
     if (group_in(c) == 1 && n == 1 && terms(c) <= LF_CHUNK && terms(c) > 0) {
-        depthwise(y, x, packed, c, epilogue, row_begin, row_end);
+        depthwise(storage, y, x, packed, c, epilogue, row_begin, row_end);
         return;
     }
     for (int64_t g = 0; g < c->groups; g++) {
         lf_epilogue e = {0};
         if (epilogue) {
+            e.weight_scale = epilogue->weight_scale ? epilogue->weight_scale + g * n : 0;
             e.bias = epilogue->bias ? epilogue->bias + g * n : 0;
             e.scale = epilogue->scale ? epilogue->scale + g * n : 0;
             e.shift = epilogue->shift ? epilogue->shift + g * n : 0;
             e.act = epilogue->act;
         }
-        conv_group(y, x, packed + g * size, c, epilogue ? &e : 0, g, row_begin, row_end);
+        conv_group(lf_tiles_of(storage), y, x, (const uint8_t *)packed + g * size * width, c, epilogue ? &e : 0, g,
+                   row_begin, row_end);
     }
+}
+
+void lf_conv2d_f32(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *epilogue,
+                   int64_t row_begin, int64_t row_end) {
+    lf_conv2d_stored(LF_F32, y, x, packed, c, epilogue, row_begin, row_end);
 }
 
 /* One output pixel, LF_VL channels from column on (count of them exist). */

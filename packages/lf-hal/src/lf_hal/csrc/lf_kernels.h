@@ -28,7 +28,12 @@ extern "C" {
 
 enum lf_act { LF_ACT_NONE = 0, LF_ACT_RELU = 1, LF_ACT_SILU = 2, LF_ACT_GELU_TANH = 3, LF_ACT_GELU_ERF = 4 };
 
+/* How the weights of a product are stored. All are widened to float32 exactly before they are multiplied: bf16 is the
+ * upper half of a float32, f16 is IEEE half precision, i8 is an integer (what a step of it is worth is weight_scale). */
+enum lf_storage { LF_F32 = 0, LF_BF16 = 1, LF_F16 = 2, LF_I8 = 3 };
+
 /* What happens to a finished sum s of output column n, in this order:
+ *   s = s * weight_scale[n]       if weight_scale
  *   s = s + bias[n]               if bias
  *   s = fma(s, scale[n], shift[n]) if scale (then shift is given too)
  *   s = act(s) */
@@ -37,6 +42,7 @@ typedef struct lf_epilogue {
     const float *scale; /* [N] or NULL */
     const float *shift; /* [N], with scale */
     int32_t act;        /* enum lf_act */
+    const float *weight_scale; /* [N] or NULL */
 } lf_epilogue;
 
 /* Panels of a packed B of N columns: (N + 15) / 16. */
@@ -59,6 +65,13 @@ void lf_gemm_f32(float *y, int64_t y_stride, const float *a, int64_t a_stride, c
                  int64_t n, const lf_epilogue *epilogue, int64_t row_begin, int64_t row_end, int64_t panel_begin,
                  int64_t panel_end);
 
+/* The two of any storage; packed and b hold elements of it, as many as floats above. */
+void lf_pack_b_stored(int32_t storage, void *packed, const void *b, int64_t k_stride, int64_t n_stride, int64_t k, int64_t n,
+               int64_t panel_begin, int64_t panel_end);
+void lf_gemm_stored(int32_t storage, float *y, int64_t y_stride, const float *a, int64_t a_stride, const void *packed,
+             int64_t k, int64_t n, const lf_epilogue *epilogue, int64_t row_begin, int64_t row_end,
+             int64_t panel_begin, int64_t panel_end);
+
 /* conv2d over NHWC. x[batch, in_h, in_w, in_c], y[batch, out_h, out_w, out_c], both dense.
  * The weights are packed per group by lf_pack_conv_f32. out_h = (in_h + pad_top + pad_bottom - dil_h * (k_h - 1)
  * - 1) / stride_h + 1 is computed by the caller (bottom and right padding follow from it); so out_w. */
@@ -79,6 +92,12 @@ void lf_pack_conv_f32(float *packed, const float *w, const lf_conv2d *c, int64_t
  * a = +0. Range: rows = output pixels, flattened (batch, out_h, out_w). */
 void lf_conv2d_f32(float *y, const float *x, const float *packed, const lf_conv2d *c, const lf_epilogue *epilogue,
                    int64_t row_begin, int64_t row_end);
+
+/* The two of any storage. */
+void lf_pack_conv_stored(int32_t storage, void *packed, const void *w, const lf_conv2d *c, int64_t group_begin,
+                  int64_t group_end);
+void lf_conv2d_stored(int32_t storage, float *y, const float *x, const void *packed, const lf_conv2d *c,
+                   const lf_epilogue *epilogue, int64_t row_begin, int64_t row_end);
 
 /* Scaled dot product attention. q[B, H, T, D], k[B, G, S, D], v[B, G, S, V], y[B, H, T, V]; G divides H and query
  * head h reads group h / (H / G). The last axis is dense; the other axes have strides, in the order batch, head, row.

@@ -154,6 +154,20 @@ def _conv(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     return activate(op.get_str("act"), out)
 
 
+def _linear_i8(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
+    out = (x[0] @ x[1].astype(work).T) * x[2]
+    return activate(op.get_str("act"), out + x[3] if len(x) > 3 else out)
+
+
+def _conv_i8(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
+    out = nn.conv2d(op, x[0], x[1].astype(work)) * x[2].reshape(-1, 1, 1)
+    if len(x) == 4:
+        out = out + x[3].reshape(-1, 1, 1)
+    if len(x) == 5:
+        out = _multiply_add(out, x[3].reshape(-1, 1, 1), x[4].reshape(-1, 1, 1))
+    return activate(op.get_str("act"), out)
+
+
 def _batch_norm(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     along = (-1, *[1] * (x[0].ndim - 2))
     weight, bias, mean, var = (v.reshape(along) for v in x[1:])
@@ -176,6 +190,7 @@ _KINDS: dict[str, Callable[[Op, Arrays, np.dtype[Any]], Array]] = {
     "concat": lambda op, x, work: np.concatenate(x, op.get_int("axis")),
     "conv2d": _conv,
     "conv_affine_act": _conv,
+    "conv_i8": _conv_i8,
     "copy_to": lambda op, x, work: x[0],
     "cumsum": lambda op, x, work: np.cumsum(x[0], op.get_int("axis"), dtype=x[0].dtype),
     "embedding": lambda op, x, work: x[0][x[1]],
@@ -185,6 +200,7 @@ _KINDS: dict[str, Callable[[Op, Arrays, np.dtype[Any]], Array]] = {
     "layer_norm": lambda op, x, work: nn.layer_norm(op, x),
     "linear": _linear,
     "linear_act": _linear,
+    "linear_i8": _linear_i8,
     "lstm_cell": lambda op, x, work: nn.lstm_cell(x),
     "matmul": lambda op, x, work: x[0] @ x[1],
     "multiply_add": lambda op, x, work: _multiply_add(*x),

@@ -7,6 +7,7 @@ weights of ``linear`` and ``conv2d`` may be stored narrower (bf16, f16) than the
 embedding(table[N,...], index[...])          rows of table; an index outside 0..N-1 is an error of the caller
 linear(x[...,K], w[N,K], bias[N]?)           x @ w.T + bias
 linear_act(same; act)                        act of that, fused
+linear_i8(x, w[N,K] of i8, weight_scale[N], bias[N]?; act)   act((x @ w.T) * weight_scale + bias), in this order
 matmul(a[...,M,K], b[...,K,N])               leading axes broadcast
 attention(q[B,H,T,D], k[B,G,S,D], v[B,G,S,E], mask?)   softmax(scale * q @ k.T + mask) @ v; head h reads head
                                              h // (H/G) of k and v. causal: query t sees keys 0..t. mask broadcasts to
@@ -17,6 +18,7 @@ layer_norm(x, weight[D]?, bias[D]?; eps)     over the last axis, variance divide
 rms_norm(x, weight[D]?; eps)                 x / sqrt(mean(x * x) + eps) * weight, over the last axis
 conv2d(x[B,I,H,W], w[O,I/groups,kh,kw], bias[O]?; stride, padding, dilation, groups, act)
 conv_affine_act(x, w, scale[O], shift[O]; same)   act(conv2d(x, w) * scale + shift), the middle by one multiply-add
+conv_i8(x, w of i8, weight_scale[O], ...; same)   conv2d times weight_scale, then a bias or scale and shift, then act
 batch_norm(x[B,C,...], weight[C], bias[C], mean[C], var[C]; eps)   of inference; ``fold_batch_norm`` removes it
 affine_channel(x[B,C,...], scale[C], shift[C])    x * scale + shift, by one multiply-add
 pool2d(x[B,C,H,W]; fn=max|avg, kernel, stride, padding, count_padding)   padding is -inf for max; avg divides by the
@@ -51,7 +53,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lf_hal.lir import _rules
+from lf_hal.lir import _rules, _rules_i8
 from lf_hal.lir.errors import OpRuleError
 from lf_hal.lir.graph import DTYPES, Attr, Op, TensorType, Value, freeze
 
@@ -132,6 +134,7 @@ OPS: dict[str, OpSpec] = {
     ),
     "concat": OpSpec(1, MANY, _rules.concat, {"axis": _INT}),
     "conv2d": OpSpec(2, 3, _rules.conv2d, _CONV),
+    "conv_i8": OpSpec(3, 5, _rules_i8.conv2d, _CONV),
     "conv_affine_act": OpSpec(4, 4, _rules.conv2d, _CONV),
     "copy_to": OpSpec(1, 1, _rules.same, {"device": AttrSpec("str")}),
     "cumsum": OpSpec(1, 1, _rules.cumsum, {"axis": _INT}),
@@ -147,6 +150,7 @@ OPS: dict[str, OpSpec] = {
     "layer_norm": OpSpec(1, 3, _rules.over_last_axis, {"eps": _FLOAT}),
     "linear": OpSpec(2, 3, _rules.linear),
     "linear_act": OpSpec(2, 3, _rules.linear, {"act": _ACT}),
+    "linear_i8": OpSpec(3, 4, _rules_i8.linear, {"act": _ACT}),
     "lstm_cell": OpSpec(5, 7, _rules.lstm_cell),
     "matmul": OpSpec(2, 2, _rules.matmul),
     "multiply_add": OpSpec(3, 3, _rules.multiply_add),

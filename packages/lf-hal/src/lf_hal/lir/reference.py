@@ -56,7 +56,7 @@ def run(
     for c in graph.constants:
         known[c.value.name] = np.array(c.data, _working(c.value.type, work)).reshape(c.value.type.shape)
     derived = apply_recipes(graph, known)
-    known.update({r.output.name: derived[r.output.name].astype(work) for r in graph.recipes})
+    known.update({r.output.name: _given(r.output, derived, work) for r in graph.recipes})
     with np.errstate(all="ignore"):
         for op in graph.ops:
             arrays = [known[name] for name in op.inputs]

@@ -11,8 +11,10 @@ from lf_hal.passes.pipeline import (
     optimize_and_report,
 )
 from lf_hal.passes.simplify import fold_constants, simplify
+from lf_hal.passes.store import WEIGHTS_DTYPES, store_weights
 
 __all__ = [
+    "WEIGHTS_DTYPES",
     "ConflictingSwitchesError",
     "Optimized",
     "PassOptions",
@@ -27,4 +29,5 @@ __all__ = [
     "optimize",
     "optimize_and_report",
     "simplify",
+    "store_weights",
 ]

@@ -12,6 +12,16 @@ static inline float lf_widen_bf16(uint16_t h) {
     return f;
 }
 
+/* IEEE half precision; exact. The bits below the sign, as those of a float, are the value times 2^-112. */
+static inline float lf_widen_f16(uint16_t h) {
+    uint32_t bits = (uint32_t)(h & 0x7fff) << 13;
+    float f;
+    if ((h & 0x7c00) == 0x7c00) bits |= 0x7f800000;
+    memcpy(&f, &bits, 4);
+    if ((h & 0x7c00) != 0x7c00) f *= 0x1p+112f;
+    return h & 0x8000 ? -f : f;
+}
+
 /* To nearest, ties to even; NaN becomes 0x7fc0. */
 static inline uint16_t lf_narrow_bf16(float f) {
     uint32_t bits;
