@@ -125,7 +125,12 @@ void lf_rms_norm_f32(float *y, const float *x, const float *weight, int64_t n, f
         const float *from = x + r * n;
         float *to = y + r * n;
         float scale = 1.0f / __builtin_sqrtf(row_squares(from, n, 0.0f) / (float)n + eps);
-        for (int64_t i = 0; i < n; i++) to[i] = weight ? (from[i] * scale) * weight[i] : from[i] * scale;
+        int64_t i = 0;
+        for (; i + LF_VL <= n; i += LF_VL) { /* clang leaves the plain loop scalar on LoongArch and Arm */
+            vf t = lf_load(from + i) * scale;
+            lf_store(to + i, weight ? t * lf_load(weight + i) : t);
+        }
+        for (; i < n; i++) to[i] = weight ? (from[i] * scale) * weight[i] : from[i] * scale;
     }
 }
 
