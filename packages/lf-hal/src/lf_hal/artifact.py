@@ -21,6 +21,7 @@ import numpy.typing as npt
 from cffi import FFI
 
 from lf_hal.build import emulator_command
+from lf_hal.direct import ReadReport, check_strategy
 from lf_hal.errors import ArtifactError, HalError, InputError, RunFailedError, WrongMachineError
 from lf_hal.lir.graph import TensorType, Value
 from lf_hal.targets import Target, missing_features, resolve_target
@@ -87,8 +88,11 @@ class Artifact:
     target's emulator. Runs of several Python threads wait for each other; a forked child opens the model anew.
     """
 
-    def __init__(self, folder: Path, manifest: Mapping[str, Any], *, owner: object = None) -> None:
+    def __init__(
+        self, folder: Path, manifest: Mapping[str, Any], *, owner: object = None, io_strategy: str = "mmap"
+    ) -> None:
         self.folder, self.manifest = folder, manifest
+        self._io_strategy = check_strategy(io_strategy)
         self._owner = owner  # a temporary folder lives as long as its artefact
         self.target: Target = resolve_target(manifest["target"])
         self.inputs = tuple(_value(row) for row in manifest["inputs"])
@@ -128,6 +132,11 @@ class Artifact:
         if LIBRARY in self.manifest["files"]:
             with self._alone():
                 self._open(self.manifest["threads"] if threads is None else threads)
+
+    @property
+    def weights_io(self) -> ReadReport | None:
+        """How the weights were read, with why if not as asked for; None while the model is not open."""
+        return self._weights.io if self._weights is not None else None
 
     def save(self, folder: str | Path) -> Artifact:
         """Copy the artefact to a new or empty folder; it appears with its manifest last. Returns the copy, loaded.
@@ -197,7 +206,7 @@ class Artifact:
         if missing:
             raise WrongMachineError(self.target.name, missing)
         if self._weights is None:
-            self._weights = open_weights(self.folder / WEIGHTS)
+            self._weights = open_weights(self.folder / WEIGHTS, io_strategy=self._io_strategy)
         ffi = FFI()
         ffi.cdef(_CDEF)
         library = ffi.dlopen(str(self.folder / LIBRARY))
@@ -244,8 +253,11 @@ def _value(row: Mapping[str, Any]) -> Value:
     return Value(row["name"], TensorType(row["dtype"], tuple(row["shape"])))
 
 
-def load(folder: str | Path) -> Artifact:
+def load(folder: str | Path, *, io_strategy: str = "mmap") -> Artifact:
     """The artefact in ``folder``, its manifest and all its files checked against their hashes.
+
+    ``io_strategy`` says how a library's weights are read when it is opened: ``mmap``, or ``direct``, past the page
+    cache; where the system refuses that they are read through it, and :attr:`Artifact.weights_io` says why.
 
     Hashes find accidents. They do not say who made an artefact, and running one runs its code: load what you trust.
     The weights are checked when they are mapped, in the first run or :meth:`Artifact.open`.
@@ -253,7 +265,10 @@ def load(folder: str | Path) -> Artifact:
     Raises:
         ArtifactError: a file is absent, cut or changed, or of a format that this version does not know.
         UnknownTargetError: it was compiled for a target that this version does not know.
+        HalError: direct reads are asked for, and it is a program, which maps its weights itself.
+        ValueError: there is no such ``io_strategy``.
     """
+    check_strategy(io_strategy)
     path = Path(folder) / MANIFEST
     try:
         manifest = json.loads(path.read_text())
@@ -267,7 +282,7 @@ def load(folder: str | Path) -> Artifact:
     if manifest.get("sha256") != _seal(manifest):
         raise ArtifactError(path, "was changed", expected=str(manifest.get("sha256")), found=_seal(manifest))
     try:
-        artifact = Artifact(path.parent, manifest)
+        artifact = Artifact(path.parent, manifest, io_strategy=io_strategy)
         hashes = {str(name): str(digest) for name, digest in manifest["files"].items()}
         head, steps, threads = manifest["weights_head"], manifest["steps"], manifest["threads"]
         sound = type(threads) is int and threads > 0 and type(steps) is list
@@ -276,6 +291,10 @@ def load(folder: str | Path) -> Artifact:
         raise ArtifactError(path, f"is incomplete: {error!r}") from None
     if not sound or not hashes.keys() & {LIBRARY, PROGRAM} or not hashes.keys() <= {LIBRARY, PROGRAM, SOURCE}:
         raise ArtifactError(path, "describes no artefact of this version")
+    if io_strategy == "direct" and LIBRARY not in hashes:
+        raise HalError(
+            f"{path.parent} is a program, which maps its weights itself; load it without io_strategy"
+        )
     for name, expected in hashes.items():
         file = path.parent / name
         if not file.is_file():

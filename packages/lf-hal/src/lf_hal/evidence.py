@@ -123,6 +123,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.EMULATED,
         "results only; what they gain there was not measured",
     ),
+    Capability(
+        "load.direct",
+        "weights read past the page cache, or through it with the reason",
+        Evidence.VERIFIED,
+        "on ext4; refusals are simulated",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",

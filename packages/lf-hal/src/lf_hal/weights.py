@@ -31,6 +31,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from lf_hal.direct import ReadReport, check_strategy, read_file
 from lf_hal.errors import ArtifactError, HalError
 from lf_hal.lir.graph import TensorType
 
@@ -66,12 +67,13 @@ class Blob:
 
 @dataclass(frozen=True)
 class WeightsFile:
-    """An opened file: ``data`` is the payload, mapped and read-only."""
+    """An opened file: ``data`` is the payload, mapped or in memory of its own, ``io`` how it came there."""
 
     path: Path
     blobs: tuple[Blob, ...]
     payload_offset: int
     data: npt.NDArray[np.uint8]
+    io: ReadReport
 
 
 def _up(n: int, to: int) -> int:
@@ -150,21 +152,18 @@ def head_digest(path: Path) -> str:
         raise ArtifactError(path, "is not there") from None
 
 
-def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:
-    """Map a weights file and check it: its sums always, the hash of each blob with ``verify``.
+def open_weights(path: Path, *, verify: bool = True, io_strategy: str = "mmap") -> WeightsFile:
+    """Open a weights file and check it: its sums always, the hash of each blob with ``verify``.
+
+    ``io_strategy`` is ``mmap``, or ``direct``: read past the page cache, through it where that is refused.
 
     Raises :class:`ArtifactError` with the path, and the offset of the part that is not what was written.
     """
-    try:
-        with path.open("rb") as f:
-            size = os.fstat(f.fileno()).st_size
-            if size < HEAD.size:
-                raise ArtifactError(path, "is cut", expected=f"{HEAD.size} bytes", found=f"{size}")
-            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
-    except FileNotFoundError:
-        raise ArtifactError(path, "is not there") from None
-    data = np.frombuffer(mapped, np.uint8)
-    magic, index_bytes, start, payload, s1, s2, i1, i2 = HEAD.unpack_from(mapped)
+    data, report = _mapped(path) if check_strategy(io_strategy) == "mmap" else read_file(path)
+    size = len(data)
+    if size < HEAD.size:
+        raise ArtifactError(path, "is cut", expected=f"{HEAD.size} bytes", found=f"{size}")
+    magic, index_bytes, start, payload, s1, s2, i1, i2 = HEAD.unpack(data[: HEAD.size].tobytes())
     if magic != MAGIC:
         raise ArtifactError(path, "is no weights file", offset=0, expected=repr(MAGIC), found=repr(magic))
     if start % PAGE or payload % ALIGN or start < HEAD.size + index_bytes or start + payload != size:
@@ -180,7 +179,7 @@ def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:
             path, "its index was changed", offset=HEAD.size, expected=f"{i1:#x}", found="another sum"
         )
     blobs = _index_of(path, bytes(data[HEAD.size : HEAD.size + index_bytes]), payload)
-    found = WeightsFile(path, blobs, start, data[start:])
+    found = WeightsFile(path, blobs, start, data[start:], report)
     if verify:
         _check_blobs(found)
     elif _sums(found.data) != (s1, s2):
@@ -192,6 +191,18 @@ def open_weights(path: Path, *, verify: bool = True) -> WeightsFile:
             path, "its header was changed", offset=32, expected=f"{s1:#x}", found="another sum"
         )
     return found
+
+
+def _mapped(path: Path) -> tuple[npt.NDArray[np.uint8], ReadReport]:
+    try:
+        with path.open("rb") as f:
+            size = os.fstat(f.fileno()).st_size
+            if size == 0:
+                raise ArtifactError(path, "is empty")
+            mapped = mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ)
+    except FileNotFoundError:
+        raise ArtifactError(path, "is not there") from None
+    return np.frombuffer(mapped, np.uint8), ReadReport("mmap", "mmap", nbytes=size)
 
 
 def _index_of(path: Path, text: bytes, payload: int) -> tuple[Blob, ...]:
