@@ -178,10 +178,10 @@ def cross(session: nox.Session) -> None:
     """Same bits on eight instruction sets, C tests on other machines: builds by gcc and zig, runs under qemu-user."""
     python = _torch_python(session)
     session.run(python, "tools/cross_tools.py", external=True)
-    for package in CROSS:
-        command = ["-m", "pytest", f"packages/{package}/tests", "-m", "cross", *PARALLEL[package]]
-        command += ["-o", "timeout=1200"]  # zig builds musl once for each machine it links a whole model for
-        session.run(python, *command, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
+    folders = [f"packages/{package}/tests" for package in CROSS]
+    command = ["-m", "pytest", *folders, "-m", "cross", "-n", "2", "--dist", "loadgroup"]
+    command += ["-o", "timeout=1200"]  # zig builds musl once for each machine that a program is linked for
+    session.run(python, *command, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 
 @nox.session

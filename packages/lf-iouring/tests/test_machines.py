@@ -25,7 +25,8 @@ SIZE, LONGEST, EXTENTS, SPOILT = 64 * 5000, 5000, 63, 41  # as in served_main.c,
 RING_OR_REASON = {0, errno.EPERM, errno.ENOSYS, errno.ENOMEM}
 
 here = pytest.param("native", marks=pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler"))
-there = [pytest.param(m, marks=pytest.mark.cross) for m in ELSEWHERE]
+# what is built for a machine is built by one process
+there = [pytest.param(m, marks=[pytest.mark.cross, pytest.mark.xdist_group(m)]) for m in ELSEWHERE]
 
 
 def tools(machine):

@@ -23,14 +23,19 @@ from lf_hal.targets import TARGETS, missing_features
 Outputs = dict[str, np.ndarray]
 WIDE = "resnet18, 64 channels"
 QUICK = ("resnet18", "llama", "bert", "yolo_neck", "lstm_cell", WIDE)
-MODELS = [
-    pytest.param(n, marks=() if n in QUICK else pytest.mark.cross, id=n.split(",")[0] + " wide" * (n == WIDE))
-    for n in (*NAMES, WIDE)
-]
 
 
-def as_cross(case: Any) -> Any:
-    return pytest.param(*case.values, marks=pytest.mark.cross, id=case.id)
+def of_model(name: str, *, quick: bool = True) -> Any:
+    """The parameter of a model. One process does all with it in nox -s cross: it is traced and compiled once."""
+    marks = [pytest.mark.xdist_group(name)] + ([] if quick else [pytest.mark.cross])
+    return pytest.param(name, marks=marks, id=name.split(",")[0] + " wide" * (name == WIDE))
+
+
+MODELS = [of_model(n, quick=n in QUICK) for n in (*NAMES, WIDE)]
+
+
+def as_cross(parameter: Any) -> Any:
+    return pytest.param(*parameter.values, marks=[*parameter.marks, pytest.mark.cross], id=parameter.id)
 
 
 NATIVE = lf_hal.resolve_target("native")
@@ -132,7 +137,7 @@ def test_a_checkpoint_has_the_bits_of_the_module_it_was_saved_from(tmp_path: Pat
 
 
 @pytest.mark.cross
-@pytest.mark.parametrize("name", ["llama", WIDE])
+@pytest.mark.parametrize("name", [of_model("llama"), of_model(WIDE)])
 def test_gcc_and_clang_agree(name: str) -> None:
     case = model(name)
     with lf_hal.compile(case.graph, case.weights, compiler="zig") as program:

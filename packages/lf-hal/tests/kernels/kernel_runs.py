@@ -115,12 +115,19 @@ def build_driver(
     if extra:
         for source in SOURCES:
             objects.append(folder / f"{target.name}-{source.stem}-{'_'.join(extra)}.o")
-            flags = [*compiler.flags(target), "-fno-stack-protector", *extra, f"-I{CSRC}"]
+            flags = [
+                *compiler.flags(target),
+                "-Wextra",
+                "-Werror",
+                "-fno-stack-protector",
+                *extra,
+                f"-I{CSRC}",
+            ]
             run_compiler([*compiler.command, *flags, "-c", str(source), "-o", str(objects[-1])])
     else:
         objects += build_objects(compiler, target, SOURCES, [CSRC])
     made = folder / f"{target.name}-{compiler.kind}{'_'.join(extra)}"
-    words = ["-target", target.zig_triple] if compiler.kind == "zig" else []
+    words = ["-target", target.zig_triple, "-O2"] if compiler.kind == "zig" else []  # as lf_hal.build links
     run_compiler([*compiler.command, *words, "-nostdlib", "-static", *map(str, objects), "-o", str(made)])
     return made
 
