@@ -13,6 +13,7 @@ from lf_hal.lir.trace import trace, trace_program, weights_of
 from lf_hal.passes import PassOptions, optimize
 from lf_hal.precision import precision_settings
 from lf_hal.probe import Choice, Probe, State, choose, probe, require
+from lf_hal.profiling import Profile, profile
 from lf_hal.sources import read_weights
 from lf_hal.spec import DeviceSpec
 from lf_hal.spec import spec as device_spec
@@ -30,6 +31,7 @@ __all__ = [
     "HalError",
     "PassOptions",
     "Probe",
+    "Profile",
     "Run",
     "State",
     "Target",
@@ -46,6 +48,7 @@ __all__ = [
     "parse",
     "precision_settings",
     "probe",
+    "profile",
     "read_weights",
     "require",
     "resolve_target",

@@ -36,6 +36,8 @@ _CDEF = """
 typedef struct lf_model lf_model;
 int32_t lf_model_open(lf_model **model, const uint8_t *weights, int64_t bytes, int32_t threads);
 int32_t lf_model_run(lf_model *model, const void *const *in, void *const *out, int64_t *bad);
+int32_t lf_model_profile(lf_model *model, const void *const *in, void *const *out, int64_t *bad, int64_t *ns,
+                         const int32_t *files, int32_t counters, uint64_t *counts);
 void lf_model_close(lf_model *model);
 """
 _STATUS = {
@@ -43,6 +45,8 @@ _STATUS = {
     2: "no thread could be started",
     4: "the weights are of another model",
 }
+
+_NO_COUNTER = 5
 
 Array = npt.NDArray[Any]
 
@@ -227,6 +231,34 @@ class Artifact:
         status = opened.library.lf_model_run(opened.model, ffi.cast("void const *const *", ins), outs, bad)
         if status != 0:
             raise RunFailedError([str(self.folder / LIBRARY)], status, self._bad_index(bad[0], bad[1]))
+
+    def _timed(
+        self, arrays: list[Array], threads: int, files: Sequence[int]
+    ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.uint64]]:
+        """One run looked at before its first step and after each: nanoseconds [steps + 1], and what a read of each of
+        ``files`` of perf_event_open gave [steps + 1, files, 3]. For lf_hal.profiling; arrays are checked already.
+        """
+        marks = len(self.manifest["steps"]) + 1
+        ns, counts = np.zeros(marks, np.int64), np.zeros((marks, len(files), 3), np.uint64)
+        outputs = [np.empty(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for v in self.outputs]
+        with self._alone():
+            opened = self._open(threads)
+            ffi = opened.ffi
+            if not hasattr(opened.library, "lf_model_profile"):
+                raise HalError(f"{self.folder} was compiled before profiles were known; compile it again")
+            ins = ffi.new("void *[]", [ffi.cast("void *", a.ctypes.data) for a in arrays])
+            outs = ffi.new("void *[]", [ffi.cast("void *", a.ctypes.data) for a in outputs])
+            bad, handles = ffi.new("int64_t[2]"), ffi.new("int32_t[]", list(files))
+            places = (ffi.cast("int64_t *", ns.ctypes.data), handles, len(files))
+            status = opened.library.lf_model_profile(
+                *(opened.model, ffi.cast("void const *const *", ins), outs, bad, *places),
+                ffi.cast("uint64_t *", counts.ctypes.data),
+            )
+        if status == _NO_COUNTER:
+            raise HalError(f"{self.folder}: a hardware counter that was opened cannot be read")
+        if status != 0:
+            raise RunFailedError([str(self.folder / LIBRARY)], status, self._bad_index(bad[0], bad[1]))
+        return ns, counts
 
     def _bad_index(self, step: int, index: int) -> str:
         label = self.manifest["steps"][step] if 0 <= step < len(self.manifest["steps"]) else f"step {step}"

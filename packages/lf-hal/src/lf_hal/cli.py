@@ -32,6 +32,9 @@ COMMANDS: tuple[Command, ...] = (
     Command(
         "compile", "a torch program becomes C and a library or program of a target", "lf_hal.commands.compile"
     ),
+    Command(
+        "profile", "time, rates and hardware counters of each step of an artefact", "lf_hal.commands.profile"
+    ),
     Command("evidence", "what lf-hal claims, and how far each claim is proved", "lf_hal.commands.evidence"),
 )
 

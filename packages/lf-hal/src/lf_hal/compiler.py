@@ -171,6 +171,7 @@ def _manifest(
         "inputs": _rows(graph.inputs),
         "outputs": _rows(Value(n, types[n]) for n in graph.outputs),
         "steps": [s.label for s in program.steps],
+        "work": [[s.flops, s.nbytes] for s in program.steps],
         "arena_bytes": program.arena.nbytes,
         "packed_bytes": program.packed_bytes,
         "weight_bytes": program.weight_bytes,

@@ -129,6 +129,15 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.VERIFIED,
         "on ext4; refusals are simulated",
     ),
+    Capability(
+        "profile.time", "time, GFLOP/s and GB/s of each step of a model that runs here", Evidence.VERIFIED
+    ),
+    Capability(
+        "profile.counters",
+        "cycles, instructions and cache misses of each step by perf_event_open",
+        Evidence.CONTRACT_ONLY,
+        "read back with the kernel's software events; the machine of the tests gives no hardware counter",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",

@@ -1,4 +1,4 @@
-"""The text of a program: one C function for each step, tables of sizes, and the order of calls."""
+"""The text of a program: one C function for each step, tables of sizes, and the table of steps in order."""
 
 from __future__ import annotations
 
@@ -42,8 +42,11 @@ def emit(program: Program) -> str:
     ]
     for prefix, steps in (("pack", program.packing), ("step", program.steps)):
         parts += [_function(program, f"{prefix}_{i}", step) for i, step in enumerate(steps)]
-    parts += [_scratch(program), _calls("lf_graph_pack", "pack", program.packing)]
-    parts.append(_calls("lf_graph_run", "step", program.steps))
+    parts.append(_scratch(program))
+    parts += [
+        _table("lf_graph_packing", "pack", program.packing),
+        _table("lf_graph_steps", "step", program.steps),
+    ]
     return "\n".join(parts)
 
 
@@ -64,6 +67,6 @@ def _scratch(program: Program) -> str:
     return "\n".join([head, *lines, "return most;\n}\n"])
 
 
-def _calls(name: str, prefix: str, steps: tuple[Step, ...]) -> str:
-    lines = [f"lf_for(team, {prefix}_{i}, x, {s.total}, {s.grain});" for i, s in enumerate(steps)]
-    return "\n".join([f"void {name}(lf_ctx *x, lf_team *team) {{", "(void)x, (void)team;", *lines, "}\n"])
+def _table(name: str, prefix: str, steps: tuple[Step, ...]) -> str:
+    rows = [f"{{{prefix}_{i}, {s.total}, {s.grain}}}," for i, s in enumerate(steps)]
+    return "\n".join([f"const lf_step {name}[] = {{", *rows, "{0, 0, 0}};\n"])

@@ -30,6 +30,8 @@ class Step:
 
     ``scratch`` is C that sets ``need`` to the bytes each thread needs, or nothing. In ``text``, an address is
     ``\\x01buffer\\x02``, as only the emitter knows where buffers lie, and ``\\x03`` is the number of the step.
+    ``flops`` counts a multiply-add as two and is 0 where it says nothing (no product); ``nbytes`` is what the step
+    reads and writes once, 0 where that follows the data.
     """
 
     label: str
@@ -39,6 +41,8 @@ class Step:
     reads: tuple[str, ...]
     writes: str
     scratch: str = ""
+    flops: int = 0
+    nbytes: int = 0
 
 
 @dataclass
@@ -104,10 +108,14 @@ class Lowering:
         grain: int = 1,
         scratch: str = "",
         label: str | None = None,
+        flops: int = 0,
     ) -> None:
         name = label or (f"{self.op.kind} {self.op.output.name}" if self.op else "output")
         buffers = tuple(dict.fromkeys(v.buffer for v in reads))
-        self.steps.append(Step(name, text, total, max(grain, 1), buffers, writes.buffer, scratch))
+        picks = self.op is not None and self.op.kind in ("embedding", "gather", "scatter")
+        nbytes = 0 if picks else sum(_touched(v) for v in (*dict.fromkeys(reads), writes))
+        made = Step(name, text, total, max(grain, 1), buffers, writes.buffer, scratch, flops, nbytes)
+        self.steps.append(made)
 
     def pack(self, packed: View, text: str, total: int, source: View) -> None:
         """The buffer of ``packed``, made of a weight by ``text`` when the model is opened, once for each name."""
@@ -161,6 +169,11 @@ class Lowering:
 
     def read(self, view: View) -> str:
         return self.at(view, const=True)
+
+
+def _touched(view: View) -> int:
+    """Bytes of a view's elements, those that are broadcast counted once."""
+    return prod(n for n, s in zip(view.shape, view.strides, strict=True) if s) * DTYPES[view.dtype]
 
 
 def array(name: str, values: Sequence[int]) -> str:

@@ -94,7 +94,7 @@ def gemm(
     )
     reads = [v for v in (a, packed, bias, weight_scale) if v is not None]
     grain = _ROW_GRAIN if not by_panel else _PANEL_GRAIN if count >= 4 * _PANEL_GRAIN else 1
-    low.step(text, count if by_panel else m, reads, y, grain=grain)
+    low.step(text, count if by_panel else m, reads, y, grain=grain, flops=2 * m * n * k)
     _activate(low, y, act)
 
 
@@ -145,7 +145,7 @@ def matmul(low: Lowering, op: Op) -> None:
         f"{each}{pick}lf_gemm_f32({low.at(y)} + i * {m * n}, {n}, {low.read(a)} + a_at, {a.strides[-2]}, "
         f"{low.read(packed)} + i * {count * k * PANEL}, {k}, {n}, 0, 0, {m}, p, q); }}"
     )
-    low.step(text, batch * count, [a, packed], y)
+    low.step(text, batch * count, [a, packed], y, flops=2 * batch * m * n * k)
 
 
 def _decode(index: str, shape: Sequence[int], operands: dict[str, Sequence[int]]) -> list[str]:
@@ -189,7 +189,9 @@ def attention(low: Lowering, op: Op) -> None:
     places = ", ".join((low.at(y), low.read(q), low.read(k), low.read(v)))
     call = f"lf_attention_f32({places}, &c, (float *)scratch, begin, end);"
     need = f"const lf_attention c = {{{sizes}}};\nneed = 4 * lf_attention_scratch_f32(&c);"
-    low.step(config + call, batch * groups, reads, y, scratch=need)
+    keys = sum(min(i + 1, kv_len) for i in range(q_len)) if op.attr("causal") else q_len * kv_len
+    flops = 2 * batch * heads * keys * (dim + v_dim)
+    low.step(config + call, batch * groups, reads, y, scratch=need, flops=flops)
 
 
 def _float_mask(low: Lowering, mask: View) -> View:
@@ -235,7 +237,8 @@ def conv2d(low: Lowering, op: Op) -> None:
     low.pack(packed, text, groups, w)
     rows = batch * y.shape[2] * y.shape[3]
     call = f"lf_conv2d_stored({storage}, {low.at(y)}, {low.read(x)}, {low.read(packed)}, &c, &e, begin, end);"
-    low.step(config + epilogue + call, rows, [x, packed, *vectors], y, grain=_ROW_GRAIN)
+    flops = 2 * rows * out_c * kh * kw * group_c
+    low.step(config + epilogue + call, rows, [x, packed, *vectors], y, grain=_ROW_GRAIN, flops=flops)
     _activate(low, y, act)
 
 

@@ -9,7 +9,7 @@
 /* The addresses that a step works on. Offsets into them are constants of the generated code. */
 typedef struct lf_ctx {
     const uint8_t *weights; /* payload of weights.lfw */
-    uint8_t *packed;        /* weights as the kernels want them, made once by lf_graph_pack */
+    uint8_t *packed;        /* weights as the kernels want them, made once by the steps of lf_graph_packing */
     uint8_t *arena;         /* intermediate values */
     const void *const *in;
     void *const *out;
@@ -18,6 +18,12 @@ typedef struct lf_ctx {
 
 /* One step over [begin, end) of its outputs; scratch is the calling thread's own. */
 typedef void (*lf_step_fn)(lf_ctx *x, int64_t begin, int64_t end, uint8_t *scratch);
+
+/* A step and what lf_for cuts: [0, total) at multiples of grain. */
+typedef struct lf_step {
+    lf_step_fn fn;
+    int64_t total, grain;
+} lf_step;
 
 typedef struct lf_team lf_team;
 
@@ -34,14 +40,13 @@ extern const int64_t lf_graph_weight_bytes, lf_graph_packed_bytes, lf_graph_aren
 extern const int32_t lf_graph_inputs, lf_graph_outputs;
 extern const int64_t lf_graph_input_bytes[], lf_graph_output_bytes[];
 int64_t lf_graph_scratch_bytes(void); /* of each thread */
-void lf_graph_pack(lf_ctx *x, lf_team *team);
-void lf_graph_run(lf_ctx *x, lf_team *team);
+extern const lf_step lf_graph_packing[], lf_graph_steps[]; /* in order; the last fn is 0 */
 
 /* ---- the interface of a model */
 
 typedef struct lf_model lf_model;
 
-enum lf_status { LF_OK = 0, LF_NO_MEMORY = 1, LF_NO_THREAD = 2, LF_BAD_INDEX = 3, LF_BAD_ARGUMENT = 4 };
+enum lf_status { LF_OK = 0, LF_NO_MEMORY = 1, LF_NO_THREAD = 2, LF_BAD_INDEX = 3, LF_BAD_ARGUMENT = 4, LF_NO_COUNTER = 5 };
 
 /* weights: the payload of the weights file, bytes of it, aligned to 64; it has to stay for the life of the model. */
 int32_t lf_model_open(lf_model **model, const uint8_t *weights, int64_t bytes, int32_t threads);
@@ -49,6 +54,12 @@ int32_t lf_model_open(lf_model **model, const uint8_t *weights, int64_t bytes, i
 /* in and out: one address per input and output, dense arrays aligned to their elements. One run at a time. After
  * LF_BAD_INDEX, bad[0] is the number of the step and bad[1] the place of the index in it. */
 int32_t lf_model_run(lf_model *model, const void *const *in, void *const *out, int64_t *bad);
+
+/* lf_model_run that looks at the clock and at `counters` files of perf_event_open before the first step and after each:
+ * ns[steps + 1] and counts[steps + 1][counters][3], the three words that a read of such a file gives. A counter that
+ * cannot be read ends it with LF_NO_COUNTER. lf_model_run itself has no part in this. */
+int32_t lf_model_profile(lf_model *model, const void *const *in, void *const *out, int64_t *bad, int64_t *ns,
+                         const int32_t *files, int32_t counters, uint64_t *counts);
 
 void lf_model_close(lf_model *model);
 
