@@ -27,7 +27,7 @@ from lf_hal.lir.graph import TensorType, Value
 from lf_hal.targets import Target, missing_features, resolve_target
 from lf_hal.weights import NUMPY_DTYPES, WeightsFile, head_digest, open_weights
 
-__all__ = ["FORMAT", "MANIFEST", "WEIGHTS", "Artifact", "load", "write_manifest"]
+__all__ = ["FORMAT", "MANIFEST", "WEIGHTS", "Artifact", "checked_inputs", "load", "write_manifest"]
 
 FORMAT = "lf-hal-artifact-1"
 MANIFEST, WEIGHTS, SOURCE, LIBRARY, PROGRAM = "manifest.json", "weights.lfw", "graph.c", "model.so", "model"
@@ -122,7 +122,7 @@ class Artifact:
         count = self.manifest["threads"] if threads is None else threads
         if count < 1:
             raise ValueError(f"threads={count}; give at least 1")
-        arrays = self._checked(inputs)
+        arrays = checked_inputs(self.inputs, inputs)
         outputs = {v.name: np.empty(v.type.shape, NUMPY_DTYPES[v.type.dtype]) for v in self.outputs}
         if LIBRARY in self.manifest["files"]:  # whatever else lies there was not made by compile
             with self._alone():
@@ -182,25 +182,6 @@ class Artifact:
         if self._process != os.getpid():
             self._process, self._lock = os.getpid(), threading.Lock()
         return self._lock
-
-    def _checked(self, inputs: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
-        names = [v.name for v in self.inputs]
-        if not isinstance(inputs, Mapping):
-            if len(inputs) != len(names):
-                raise InputError("*", f"{len(names)} arrays ({', '.join(names)})", f"{len(inputs)}")
-            inputs = dict(zip(names, inputs, strict=True))
-        for name in inputs:
-            if name not in names:
-                raise InputError(name, f"one of {', '.join(names)}", "another name")
-        found = []
-        for value in self.inputs:
-            if value.name not in inputs:
-                raise InputError(value.name, str(value.type), "nothing")
-            array = np.asarray(inputs[value.name])
-            if array.dtype != np.dtype(NUMPY_DTYPES[value.type.dtype]) or array.shape != value.type.shape:
-                raise InputError(value.name, str(value.type), f"{array.dtype} of shape {list(array.shape)}")
-            found.append(np.ascontiguousarray(array))
-        return found
 
     def _open(self, threads: int) -> _Opened:
         known = self._opened.get(threads)
@@ -279,6 +260,27 @@ class Artifact:
                 raise RunFailedError(command, done.returncode, done.stderr)
             for path, array in zip(outs, outputs.values(), strict=True):
                 array[...] = np.fromfile(path, array.dtype).reshape(array.shape)
+
+
+def checked_inputs(values: Sequence[Value], inputs: Mapping[str, Array] | Sequence[Array]) -> list[Array]:
+    """Contiguous arrays for ``values``, from ``inputs`` by name or in order. InputError: nothing is converted."""
+    names = [v.name for v in values]
+    if not isinstance(inputs, Mapping):
+        if len(inputs) != len(names):
+            raise InputError("*", f"{len(names)} arrays ({', '.join(names)})", f"{len(inputs)}")
+        inputs = dict(zip(names, inputs, strict=True))
+    for name in inputs:
+        if name not in names:
+            raise InputError(name, f"one of {', '.join(names)}", "another name")
+    found = []
+    for value in values:
+        if value.name not in inputs:
+            raise InputError(value.name, str(value.type), "nothing")
+        array = np.asarray(inputs[value.name])
+        if array.dtype != np.dtype(NUMPY_DTYPES[value.type.dtype]) or array.shape != value.type.shape:
+            raise InputError(value.name, str(value.type), f"{array.dtype} of shape {list(array.shape)}")
+        found.append(np.ascontiguousarray(array).reshape(array.shape))  # which makes scalars vectors
+    return found
 
 
 def _value(row: Mapping[str, Any]) -> Value:

@@ -27,7 +27,7 @@ from lf_hal.storage import storage_report
 from lf_hal.targets import Target, check_switches, resolve_target
 from lf_hal.weights import NUMPY_DTYPES, open_weights, write_weights
 
-__all__ = ["compile"]
+__all__ = ["compile", "stored_values"]
 
 _RUNTIME = Path(__file__).parent / "codegen" / "c"
 
@@ -121,6 +121,11 @@ def _stored(graph: Graph, found: Mapping[str, Array]) -> dict[str, tuple[str, Ar
     used = {*(i for o in graph.ops for i in o.inputs), *graph.outputs}
     values = (*graph.weights, *(r.output for r in graph.recipes), *(c.value for c in graph.constants))
     return {v.name: (v.type.dtype, known[v.name]) for v in values if v.name in used}
+
+
+def stored_values(graph: Graph, given: Mapping[str, Any]) -> dict[str, Array]:
+    """Weights, derived weights and constants that an op or output of ``graph`` reads, by name; WeightsError."""
+    return {name: array for name, (_, array) in _stored(graph, _values(graph, given)).items()}
 
 
 def _build(tool: Compiler, target: Target, folder: Path) -> None:

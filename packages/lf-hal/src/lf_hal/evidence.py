@@ -138,6 +138,22 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "read back with the kernel's software events; the machine of the tests gives no hardware counter",
     ),
+    Capability(
+        "placement.plan", "the fastest placement by measured costs, held to trying all", Evidence.VERIFIED
+    ),
+    Capability("placement.cpu", "plans run over torch on the CPU and C of this machine", Evidence.VERIFIED),
+    Capability(
+        "placement.others",
+        "segments of other machines' C targets",
+        Evidence.EMULATED,
+        "qemu-user: the bits of this machine's; copies are files, and nothing is said of speed",
+    ),
+    Capability(
+        "placement.devices",
+        "segments on torch's npu and mlu devices",
+        Evidence.CONTRACT_ONLY,
+        "simulated devices that refuse tensors of another memory",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",
