@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from lf_hal._counters import HARDWARE, Counters
-from lf_hal.artifact import LIBRARY, Artifact
+from lf_hal.artifact import LIBRARY, Artifact, checked_inputs
 from lf_hal.errors import WrongMachineError
 
 __all__ = ["Profile", "StepProfile", "profile"]
@@ -103,7 +103,7 @@ def profile(
             artifact.target.name, ("a library of this machine's kind: compile for native",)
         )
     count = artifact.manifest["threads"] if threads is None else threads
-    arrays = artifact._checked(inputs)
+    arrays = checked_inputs(artifact.inputs, inputs)
     with Counters(counters if count == 1 else ()) as opened:
         seen = [artifact._timed(arrays, count, opened.files) for _ in range(runs + 1)][1:]
         missing = dict(opened.missing)
