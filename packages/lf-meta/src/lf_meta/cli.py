@@ -1,4 +1,4 @@
-"""``loongforge``: train, resume, eval, infer, digest, config.
+"""``loongforge``: train, resume, eval, infer, update, digest, config.
 
 Exit codes: 0 done, 1 failed while running, 2 wrong usage, configuration or data, 128 + signal after a signal (143
 for SIGTERM, 130 for SIGINT, 129 for SIGHUP) with the interrupted step saved. A second signal ends the process at once.
@@ -21,6 +21,9 @@ from lf_meta.launch import EXIT_FILE, Launch, die_with_parent, report_exit
 from lf_meta.output import make_lenient
 from lf_meta.signals import StopSignal, exit_code
 
+PORT = 8642
+"""Where ``infer --serve`` listens and ``update`` asks, unless told otherwise."""
+
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 
 
@@ -34,6 +37,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_resume(commands)
     _add_eval(commands)
     _add_infer(commands)
+    _add_update(commands)
     _add_digest(commands)
     _add_config(commands)
     return parser
@@ -50,6 +54,13 @@ def _seed(text: str) -> int:
     value = int(text)
     if not 0 <= value < 2**63:
         raise argparse.ArgumentTypeError(f"{text}: from 0 to 2**63 - 1")
+    return value
+
+
+def _port(text: str) -> int:
+    value = int(text)
+    if not 0 <= value < 2**16:
+        raise argparse.ArgumentTypeError(f"{text}: from 0 to 65535")
     return value
 
 
@@ -142,8 +153,24 @@ def _add_infer(commands: Commands) -> None:
     p.add_argument("--temperature", type=_temperature, default=0.8, help="0 takes the most likely token")
     p.add_argument("--top-k", type=_seed, default=40, help="draw from the k most likely tokens; 0: all")
     p.add_argument("--seed", type=_seed, default=0)
+    p.add_argument("--serve", action="store_true", help="answer POST /generate until a signal comes")
+    p.add_argument("--host", default="127.0.0.1", help="address to serve on (default: this machine only)")
+    p.add_argument("--port", type=_port, default=PORT, help=f"port to serve on, 0: any (default {PORT})")
     _add_checkpoint(p)
     p.set_defaults(handler=_infer)
+
+
+def _add_update(commands: Commands) -> None:
+    p = commands.add_parser("update", help="exchange the weights of a running `infer --serve`")
+    p.add_argument(
+        "--model",
+        type=Path,
+        required=True,
+        metavar="FILE",
+        help="the new weights (lf-ckpt export RUN/ckpt --lfckpt FILE)",
+    )
+    p.add_argument("--server", default=f"http://127.0.0.1:{PORT}", help="its address (default %(default)s)")
+    p.set_defaults(handler=_update)
 
 
 def _add_digest(commands: Commands) -> None:
@@ -218,11 +245,24 @@ def _eval(args: argparse.Namespace) -> int:
 
 
 def _infer(args: argparse.Namespace) -> int:
+    if args.serve:
+        with StopSignal() as signal:
+            from lf_meta.serve import serve_run
+
+            return _ended(serve_run(args.run, args.host, args.port, _chosen(args), signal))
     from lf_meta.infer import Sampling
     from lf_meta.jobs import generate_text
 
     sampling = Sampling(args.tokens, args.temperature, args.top_k, args.seed)
     print(args.prompt + generate_text(args.run, args.prompt, sampling, _chosen(args)))
+    return 0
+
+
+def _update(args: argparse.Namespace) -> int:
+    from lf_meta.update import update_server
+
+    now = update_server(args.model, args.server)
+    print(f"step {now['step']}, weights {now['weights']} answer now; before: {now['previous']}")
     return 0
 
 

@@ -118,7 +118,7 @@ def _finish(s: Session, outcome: Outcome) -> None:
         print(f"next: loongforge resume {root}")
         return
     if s.run.tokenizer.exists() and hasattr(s.model, "logits"):
-        text = _continue(s.model, s.run, s.config, s.world, SAMPLE_PROMPT, Sampling())
+        text = continue_text(s.model, s.run, s.config, s.world, SAMPLE_PROMPT, Sampling())
         print(f"sample after step {outcome.step}:\n{SAMPLE_PROMPT}{text}\n")
     print(f"wrote {s.run.plot} and {s.run.metrics}")
     print(f'next: loongforge infer {root} --prompt "Python "')
@@ -134,9 +134,12 @@ def _restored(run: RunDir, config: Config, chosen: Chosen) -> Restored:
         store.close()
 
 
-def _load_model(
-    run: RunDir, config: Config, world: World, chosen: Chosen
-) -> tuple[torch.nn.Module, Restored]:
+def load_model(run: RunDir, config: Config, world: World, chosen: Chosen) -> tuple[torch.nn.Module, Restored]:
+    """The run's model with the weights of a checkpoint, in eval mode on the world's device.
+
+    Raises:
+        CheckpointError: the checkpoint cannot be read, or its tensors have other names or shapes than the model's.
+    """
     restored = _restored(run, config, chosen)
     weights = {n.removeprefix("model."): t for n, t in restored.tensors.items() if n.startswith("model.")}
     model = make_model(config, restored.items["train"]["vocab_size"], world.device)
@@ -167,7 +170,7 @@ def evaluate_run(path: str | Path, step: Chosen, overrides: Sequence[str] = ()) 
         paths = data.find(config.data, run.data)
         if paths is None or paths.eval is None:
             raise DataError(f"{path}: its eval split is not there (or data.eval_fraction was 0)")
-        model, restored = _load_model(run, config, world, step)
+        model, restored = load_model(run, config, world, step)
         _check_same_data(paths, restored)
         dataset = data.open_split(paths.eval, config.model.vocab_size)
         job = EvalJob(dataset, config.loader, config.batch.size, 0, autocast_for(config, world.device))
@@ -185,13 +188,18 @@ def generate_text(path: str | Path, prompt: str, sampling: Sampling, step: Chose
     run = rundir.find(path)
     config = rundir.read_config(run)
     with World.from_environment(config.device, config.dist) as world:
-        model, _ = _load_model(run, config, world, step)
-        return _continue(model, run, config, world, prompt, sampling)
+        model, _ = load_model(run, config, world, step)
+        return continue_text(model, run, config, world, prompt, sampling)
 
 
-def _continue(
+def continue_text(
     model: torch.nn.Module, run: RunDir, config: Config, world: World, prompt: str, sampling: Sampling
 ) -> str:
+    """What the model writes behind ``prompt``, with the run's tokenizer and window.
+
+    Raises:
+        RunError: the model has no ``logits``, the run no tokenizer, or the prompt no token.
+    """
     if not hasattr(model, "logits"):
         raise RunError(f"{config.model.name} has no method logits(tokens), which generating text needs")
     tokenizer = rundir.read_tokenizer(run)
