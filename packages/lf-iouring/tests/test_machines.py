@@ -20,6 +20,7 @@ ROOT = Path(__file__).parent.parent
 SOURCES = sorted((ROOT / "csrc").glob("*.c"))
 PROGRAMS = ["served_main.c", "native_main.c", "write_main.c", "pack_main.c"]
 ELSEWHERE = ["aarch64", "loongarch64"]
+LINK = {"loongarch64": ["-mno-lsx"]}  # a musl that runs on every one
 WARNINGS = ["-Wall", "-Wextra", "-Werror"]
 SIZE, LONGEST, EXTENTS, SPOILT = 64 * 5000, 5000, 63, 41  # as in served_main.c, whose first row is empty
 RING_OR_REASON = {0, errno.EPERM, errno.ENOSYS, errno.ENOMEM}
@@ -64,7 +65,7 @@ def program(tmp_path_factory):
         flags = ["-std=gnu11", "-O2", *WARNINGS, f"-I{ROOT / 'csrc'}"]
         must([*compiler, *flags, "-c", source, "-o", "main.o"], folder)
         # the same words as lf-hal's: zig builds musl once for each machine and -O level that it links for
-        static = [] if machine == "native" else ["-static"]
+        static = [] if machine == "native" else ["-static", *LINK.get(machine, [])]
         must([*compiler, "-O2", *static, *objects(machine), "main.o", "-o", "program", "-pthread"], folder)
         return [*emulator, str(folder / "program")]
 

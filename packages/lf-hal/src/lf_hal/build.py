@@ -157,7 +157,8 @@ def link(compiler: Compiler, target: Target, objects: Sequence[Path], out: Path,
     """Make a shared library, or a static executable that needs nothing else, of ``objects``."""
     words = [*compiler.command]
     if compiler.kind == "zig":
-        words += ["-target", target.zig_triple, "-O2"]  # one -O level for all: see the head of this file
+        # one set of flags and one -O level for all of a machine: see the head of this file
+        words += ["-target", target.zig_triple, *target.zig_link, "-O2"]
     words += ["-shared" if shared else "-static", *map(str, objects), "-o", str(out), "-pthread"]
     if shared:
         words += ["-Wl,--no-undefined"]

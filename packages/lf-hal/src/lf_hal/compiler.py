@@ -51,7 +51,8 @@ def compile(
     Args:
         weights: name -> array, torch tensor or buffer for every weight of the graph, or a .safetensors or .lfckpt
             file of them. No element type is converted.
-        target: a name of :data:`lf_hal.TARGETS`, or ``native``. Results are the same bits on all of them.
+        target: a name of :data:`lf_hal.TARGETS`, ``native``, or ``loongarch64``, see
+            :func:`lf_hal.resolve_target`. Results are the same bits on all of them.
         threads: how many a run uses if it does not say; they share out outputs, so they change no bit.
         switches: names of :data:`lf_hal.targets.SWITCHES`.
         passes: which rewrites of the graph run; those that ``switches`` say, if None. They change roundings.
@@ -71,7 +72,7 @@ def compile(
         UnsupportedOpError: an op has no C form.
         CompilerMissingError, CompilerFailedError: as :func:`lf_hal.build.find_compiler` and its runs.
     """
-    chosen = resolve_target(target)
+    chosen = resolve_target(target, switches := list(switches))
     names = check_switches(chosen, switches)
     if threads < 1:
         raise ValueError(f"threads={threads}; give at least 1")

@@ -23,7 +23,8 @@ class Target:
     """One instruction set.
 
     ``flags`` go to gcc and clang alike when kernels and graphs are compiled; ``zig_only`` are flags that only
-    clang needs. ``features`` are the words of /proc/cpuinfo that a machine of this architecture must show.
+    clang needs, ``zig_link`` flags of the C library of programs, the same for all targets of a machine.
+    ``features`` are the words of /proc/cpuinfo that a machine of this architecture must show.
     ``expected`` and ``forbidden`` are regular expressions over the mnemonics of a disassembly.
     """
 
@@ -32,6 +33,7 @@ class Target:
     zig_triple: str
     flags: tuple[str, ...] = ()
     zig_only: tuple[str, ...] = ()
+    zig_link: tuple[str, ...] = ()
     features: tuple[str, ...] = ()
     emulator: tuple[str, ...] = ()
     expected: str | None = None
@@ -53,6 +55,9 @@ COMMON_FLAGS = (
 
 _X86_FEATURES_AVX2 = ("avx2", "fma", "f16c")
 _X86_FEATURES_AVX512 = (*_X86_FEATURES_AVX2, "avx512f", "avx512bw", "avx512cd", "avx512dq", "avx512vl")
+_WITHOUT_LSX = (
+    "-mno-lsx",
+)  # zig's baseline of LoongArch has it, and its musl would use it in a scalar program too
 _LOONGARCH_QEMU = ("qemu-loongarch64", "-cpu", "la464")
 
 _ALL = (
@@ -104,7 +109,8 @@ _ALL = (
         name="loongarch64-scalar",
         machine="loongarch64",
         zig_triple="loongarch64-linux-musl",
-        zig_only=("-mno-lsx",),  # zig's baseline of this machine has LSX
+        zig_link=_WITHOUT_LSX,
+        zig_only=_WITHOUT_LSX,
         emulator=_LOONGARCH_QEMU,
         expected=r"\bfmadd\.s\b",
         forbidden=r"\b(?:x?vf|x?vld|x?vst)\w*",
@@ -113,6 +119,7 @@ _ALL = (
         name="loongarch64-lsx",
         machine="loongarch64",
         zig_triple="loongarch64-linux-musl",
+        zig_link=_WITHOUT_LSX,
         flags=("-mlsx",),
         features=("lsx",),
         emulator=_LOONGARCH_QEMU,
@@ -123,6 +130,7 @@ _ALL = (
         name="loongarch64-lasx",
         machine="loongarch64",
         zig_triple="loongarch64-linux-musl",
+        zig_link=_WITHOUT_LSX,
         flags=("-mlasx",),
         features=("lasx",),
         emulator=_LOONGARCH_QEMU,
@@ -151,11 +159,15 @@ SWITCHES: dict[str, Switch] = {
         Switch("disable-vma", "keep a multiply and an add apart"),
         Switch(
             "enable-loongarch-optimization",
-            "use the widest vectors that the LoongArch target has (on by default there)",
+            "take the widest vectors for --target loongarch64: of this machine if it is one, else LASX",
             ("loongarch64",),
         ),
     )
 }
+
+
+_ANY_LOONGARCH = "loongarch64"
+_WITHOUT_VECTORS = "loongarch64-scalar"
 
 
 def check_switches(target: Target, switches: Iterable[str]) -> frozenset[str]:
@@ -165,9 +177,9 @@ def check_switches(target: Target, switches: Iterable[str]) -> frozenset[str]:
         if name not in SWITCHES:
             raise UnknownSwitchError(name, sorted(SWITCHES))
         machines = SWITCHES[name].machines
-        if machines and target.machine not in machines:
-            allowed = [t.name for t in TARGETS.values() if t.machine in machines]
-            raise WrongTargetError(name, target.name, allowed)
+        if machines and (target.machine not in machines or target.name == _WITHOUT_VECTORS):
+            able = [t.name for t in TARGETS.values() if t.machine in machines and t.name != _WITHOUT_VECTORS]
+            raise WrongTargetError(name, target.name, [_ANY_LOONGARCH, *able])
     return names
 
 
@@ -193,11 +205,25 @@ def missing_features(target: Target) -> tuple[str, ...]:
     return tuple(f for f in target.features if f not in present)
 
 
-def resolve_target(name: str) -> Target:
+def resolve_target(name: str, switches: Iterable[str] = ()) -> Target:
     """The target of that name; ``native`` is the last entry of the table that this machine can run.
+
+    ``loongarch64`` runs on every processor of that machine: it is ``loongarch64-scalar``. With the switch
+    ``enable-loongarch-optimization`` it is the widest entry that this machine can run, if it is a LoongArch, and
+    ``loongarch64-lasx`` elsewhere, which a 3A5000, 3A6000 or later has; a program says so where it meets less.
 
     Raises :class:`UnknownTargetError` for other names, and for ``native`` on a machine that has no entry.
     """
+    if name == _ANY_LOONGARCH:
+        if "enable-loongarch-optimization" not in {s.removeprefix("--") for s in switches}:
+            return TARGETS[_WITHOUT_VECTORS]
+        entries = [t for t in TARGETS.values() if t.machine == "loongarch64" and t.name != _WITHOUT_VECTORS]
+        able = [t for t in entries if not missing_features(t)]
+        if platform.machine() == "loongarch64" and not able:
+            raise WrongTargetError(
+                "enable-loongarch-optimization", "a processor without LSX", [_ANY_LOONGARCH]
+            )
+        return (able or entries)[-1]
     if name == "native":
         able = [t for t in TARGETS.values() if not missing_features(t)]
         if able:

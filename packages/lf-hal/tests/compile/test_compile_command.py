@@ -63,6 +63,7 @@ def test_a_graph_as_text_is_compiled(tmp_path: Path) -> None:
             ["--target", "x86-64-sse2", "--enable-loongarch-optimization"],
             "--enable-loongarch-optimization has no",
         ),
+        (["--target", "loongarch64-scalar", "--enable-loongarch-optimization"], "loongarch64-lasx"),
         (["--threads", "0"], "at least 1"),
     ],
 )

@@ -49,6 +49,35 @@ def test_the_loongarch_switch_on_another_target_is_a_named_error(name: str) -> N
     assert caught.value.switch == "enable-loongarch-optimization"
 
 
+SWITCH = "--enable-loongarch-optimization"
+
+
+def test_the_loongarch_switch_takes_the_widest_vectors_and_its_absence_none() -> None:
+    assert resolve_target("loongarch64").name == "loongarch64-scalar"
+    assert resolve_target("loongarch64", ["disable-vma"]).name == "loongarch64-scalar"
+    assert resolve_target("loongarch64", [SWITCH]).name == "loongarch64-lasx"
+    assert resolve_target("loongarch64-lsx", [SWITCH]).name == "loongarch64-lsx"  # asked for by name
+
+
+@pytest.mark.parametrize(("words", "width"), [("lsx", "lsx"), ("lsx lasx fpu", "lasx")])
+def test_on_a_loongarch_machine_the_widest_is_what_its_processor_has(
+    monkeypatch: pytest.MonkeyPatch, words: str, width: str
+) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "loongarch64")
+    monkeypatch.setattr(targets, "_cpu_features", lambda: frozenset(words.split()))
+    assert resolve_target("loongarch64", [SWITCH]).name == f"loongarch64-{width}"
+    assert resolve_target("native").name == f"loongarch64-{width}"
+
+
+def test_the_loongarch_switch_without_vectors_is_a_named_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(WrongTargetError, match="loongarch64-lsx, loongarch64-lasx"):
+        check_switches(TARGETS["loongarch64-scalar"], [SWITCH])
+    monkeypatch.setattr(platform, "machine", lambda: "loongarch64")
+    monkeypatch.setattr(targets, "_cpu_features", lambda: frozenset(["fpu"]))
+    with pytest.raises(WrongTargetError, match="without LSX"):
+        resolve_target("loongarch64", [SWITCH])
+
+
 def test_switches_are_accepted_where_they_belong() -> None:
     lasx = TARGETS["loongarch64-lasx"]
     both = ["--enable-loongarch-optimization", "disable-vma"]

@@ -127,7 +127,8 @@ def build_driver(
     else:
         objects += build_objects(compiler, target, SOURCES, [CSRC])
     made = folder / f"{target.name}-{compiler.kind}{'_'.join(extra)}"
-    words = ["-target", target.zig_triple, "-O2"] if compiler.kind == "zig" else []  # as lf_hal.build links
+    # as lf_hal.build links, so that zig builds its runtime once
+    words = ["-target", target.zig_triple, *target.zig_link, "-O2"] if compiler.kind == "zig" else []
     run_compiler([*compiler.command, *words, "-nostdlib", "-static", *map(str, objects), "-o", str(made)])
     return made
 

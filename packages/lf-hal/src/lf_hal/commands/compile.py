@@ -20,7 +20,9 @@ __all__ = ["arguments", "run"]
 def arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("model", type=Path, help="a .pt2 of torch.export.save, or a graph as .lir text")
-    parser.add_argument("--target", default="native", help=f"native or one of {', '.join(TARGETS)}")
+    parser.add_argument(
+        "--target", default="native", help=f"native, loongarch64 or one of {', '.join(TARGETS)}"
+    )
     parser.add_argument("--out", type=Path, help="folder to make (default: MODEL.TARGET)")
     parser.add_argument(
         "--weights", type=Path, help=".safetensors or .lfckpt file; a .lir needs it, a .pt2 brings its own"
@@ -43,8 +45,8 @@ def run(args: argparse.Namespace) -> int:
     from lf_hal.compiler import compile
     from lf_hal.targets import check_switches, resolve_target
 
-    target = resolve_target(args.target)
     switches = [name for name in SWITCHES if getattr(args, name.replace("-", "_"))]
+    target = resolve_target(args.target, switches)
     check_switches(target, switches)  # before torch is imported for the model
     if args.threads < 1:
         raise HalError(f"--threads {args.threads}: give at least 1")

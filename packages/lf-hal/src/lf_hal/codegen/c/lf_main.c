@@ -1,13 +1,14 @@
 /* A model as a program: model [-t THREADS] [-r RUNS] WEIGHTS INPUT... OUTPUT...
  *
  * Inputs and outputs are raw little-endian arrays, in the order of manifest.json. Ends with 0; with 2 for wrong
- * usage, 3 for a damaged file, 4 for a failed run, and says why. With -r, the seconds of the fastest run go to stdout. */
+ * usage, 3 for a damaged file, 4 for a failed run, 5 on a processor without the vectors it is for, and says why. With -r, the seconds of the fastest run go to stdout. */
 #include "lf_runtime.h"
 
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/auxv.h>
 #include <sys/mman.h>
 #include <sys/stat.h>
 #include <time.h>
@@ -16,6 +17,20 @@
 static int fail(int code, const char *path, const char *why) {
     fprintf(stderr, "model: %s: %s\n", path, why);
     return code;
+}
+
+/* The vectors this file was compiled for that the processor lacks, or 0. Bits of AT_HWCAP: arch/loongarch's hwcap.h. */
+static const char *lacking(void) {
+#if defined(__loongarch_asx)
+    if (!(getauxval(AT_HWCAP) & 1 << 5)) return "LASX; compile for loongarch64-lsx or loongarch64";
+#elif defined(__loongarch_sx)
+    if (!(getauxval(AT_HWCAP) & 1 << 4)) return "LSX; compile for loongarch64";
+#elif defined(__AVX512F__)
+    if (!__builtin_cpu_supports("avx512f")) return "AVX-512; compile for x86-64-avx2";
+#elif defined(__AVX2__)
+    if (!__builtin_cpu_supports("avx2")) return "AVX2; compile for x86-64-sse2";
+#endif
+    return NULL;
 }
 
 static const uint8_t *map_file(const char *path, int64_t *bytes) {
@@ -77,6 +92,11 @@ static double now(void) {
 }
 
 int main(int argc, char **argv) {
+    const char *vectors = lacking();
+    if (vectors) {
+        fprintf(stderr, "model: this processor has no %s\n", vectors);
+        return 5;
+    }
     int threads = 1, runs = 0, i = 1;
     for (; i + 1 < argc && argv[i][0] == '-'; i += 2) {
         if (!strcmp(argv[i], "-t")) threads = atoi(argv[i + 1]);
