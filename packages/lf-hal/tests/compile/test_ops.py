@@ -8,40 +8,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from op_maker import Maker
 
 import lf_hal
 from lf_hal.codegen.lower import LOWERINGS
-from lf_hal.lir import OPS, Constant, Graph, Op, TensorType, Value, make_op, reference
+from lf_hal.lir import OPS, Constant, TensorType, Value, reference
 
 Array = np.ndarray[Any, Any]
 TOLERANCE = 2e-6  # of the largest value; float32 has 6e-8, and sums here are short
-
-
-class Maker:
-    """Collects values and ops of one test's graph."""
-
-    def __init__(self) -> None:
-        self.inputs: list[Value] = []
-        self.weights: list[Value] = []
-        self.constants: list[Constant] = []
-        self.ops: list[Op] = []
-
-    def x(self, *shape: int, dtype: str = "f32") -> Value:
-        self.inputs.append(Value(f"x{len(self.inputs)}", TensorType(dtype, shape)))
-        return self.inputs[-1]
-
-    def w(self, *shape: int, dtype: str = "f32") -> Value:
-        self.weights.append(Value(f"w{len(self.weights)}", TensorType(dtype, shape)))
-        return self.weights[-1]
-
-    def __call__(self, kind: str, *inputs: Value, **attrs: Any) -> Value:
-        self.ops.append(make_op(kind, f"v{len(self.ops)}", inputs, attrs))
-        return self.ops[-1].output
-
-    def graph(self, outputs: tuple[Value, ...]) -> Graph:
-        names = tuple(v.name for v in outputs)
-        parts = (tuple(self.inputs), tuple(self.weights), tuple(self.constants), tuple(self.ops))
-        return Graph("case", *parts, names)
 
 
 def unaries(m: Maker) -> list[Value]:
@@ -175,6 +149,12 @@ def images(m: Maker) -> list[Value]:
     shape = {"stride": (2, 1), "padding": (1, 0), "dilation": (1, 2), "groups": 3}
     other = m("conv2d", x, m.w(9, 2, 3, 2), **shape)
     fused = m("conv_affine_act", x, w, m.w(10), m.w(10), padding=(1, 1), act="relu")
+    added = [
+        m("conv_add_act", x, w, plain, padding=(1, 1)),
+        m("conv_add_act", x, w, m.x(2, 10, 9, 8), b, padding=(1, 1), act="relu"),
+        m("conv_add_act", x, w, fused, m.w(10), m.w(10), padding=(1, 1), act="gelu"),
+        m("conv_add_act", x, m.w(6, 1, 3, 3), x, m.w(6), padding=(1, 1), groups=6, act="tanh"),
+    ]
     sum_ = m("binary", plain, fused, fn="add")
     mixed = m("binary", plain, m.x(1, 10, 1, 1), fn="mul")
     joined = m("concat", plain, fused, axis=1)
@@ -188,7 +168,7 @@ def images(m: Maker) -> list[Value]:
     mean = m("reduce", sum_, fn="mean", axes=(2, 3))
     tail = m("linear", mean, m.w(3, 10))
     last = m("conv2d", up[0], m.w(5, 10, 1, 1), act="tanh")
-    return [plain, other, sum_, mixed, joined, *pooled, affine, *up, mean, tail, last]
+    return [plain, other, *added, sum_, mixed, joined, *pooled, affine, *up, mean, tail, last]
 
 
 def sequences(m: Maker) -> list[Value]:

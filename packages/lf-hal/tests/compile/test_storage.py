@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from test_ops import Maker
+from op_maker import Maker
 from torch import nn
 
 import lf_hal

@@ -8,7 +8,7 @@ import numpy as np
 import order_v1 as order
 from kernel_runs import BINARY, PANEL, REDUCE, UNARY, Place, Program
 from kernel_values import KINDS, SPECIAL, F, dense, f32, panels, values
-from stored_cases import storage
+from stored_cases import residuals, storage
 
 
 def gemm(p: Program, name: str, m: int, n: int, k: int, kind: str, *, act: int = 0, parts: str = "") -> None:
@@ -313,6 +313,7 @@ def all_cases() -> Program:
         products(p)
         attentions(p)
         storage(p)
+        residuals(p)
         for n in (1, 7, 16, 33, 200):
             for kind in KINDS:
                 rows(p, n, kind)

@@ -25,6 +25,7 @@ from lf_hal.passes import (
     fuse_conv,
     fuse_linear,
     fuse_multiply_add,
+    fuse_residual,
     lower_batch_norm,
     optimize,
     optimize_and_report,
@@ -190,6 +191,40 @@ def test_an_activation_whose_input_is_an_output_stays() -> None:
     y = d.add("linear", x, w)
     graph = d.graph(y, d.add("unary", y, fn="relu"))
     assert fuse_linear(graph) == graph
+
+
+def shortcut(turned: bool = False, act: str = "none", scaled: bool = False) -> tuple[Draft, Value]:
+    """relu(conv2d(x) + r)."""
+    d = Draft(value("x", 1, 2, 5, 5), value("r", 1, 3, 5, 5), weights=(value("w", 3, 2, 3, 3), value("b", 3)))
+    vectors = [d.weights[1]] * (2 if scaled else 1)
+    kind = "conv_affine_act" if scaled else "conv2d"
+    conv = d.add(kind, d.inputs[0], d.weights[0], *vectors, padding=(1, 1), act=act)
+    pair = (d.inputs[1], conv) if turned else (conv, d.inputs[1])
+    return d, d.add("unary", d.add("binary", *pair, fn="add"), fn="relu")
+
+
+@pytest.mark.parametrize("turned", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_convolution_shortcut_and_activation_are_one_op(turned: bool, scaled: bool) -> None:
+    d, last = shortcut(turned, scaled=scaled)
+    before = d.graph(last)
+    after = fuse_residual(before)
+    inputs = ("x", "w", "r", *(("b", "b") if scaled else ("b",)))
+    assert [(op.kind, op.inputs, op.attr("act")) for op in after.ops] == [("conv_add_act", inputs, "relu")]
+    assert parse(to_text(after)) == after
+    same_numbers(before, after, 5, False)
+
+
+def test_what_is_no_shortcut_stays() -> None:
+    d, last = shortcut(act="relu")  # the activation comes before the sum
+    assert fuse_residual(d.graph(last)) == d.graph(last)
+    d, last = shortcut()
+    assert fuse_residual(d.graph(last, Value("v0", last.type))) == d.graph(last, Value("v0", last.type))
+    d = Draft(value("x", 1, 2, 5, 5), value("r", 1, 3, 1, 1), weights=(value("w", 3, 2, 3, 3),))
+    conv = d.add("conv2d", d.inputs[0], d.weights[0], padding=(1, 1))
+    for other in (d.inputs[1], conv):  # broadcast, and the convolution itself
+        graph = d.graph(d.add("binary", conv, other, fn="add"))
+        assert "conv_add_act" not in kinds(fuse_residual(graph))
 
 
 @pytest.mark.parametrize("fn", ["relu", "silu", "gelu", "gelu_tanh", "sigmoid", "tanh"])

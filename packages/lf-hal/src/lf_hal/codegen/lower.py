@@ -24,6 +24,7 @@ LOWERINGS: Mapping[str, Callable[[Lowering, Op], None]] = {
     "concat": elements.concat,
     "conv2d": products.conv2d,
     "conv_affine_act": products.conv2d,
+    "conv_add_act": products.conv2d,
     "conv_i8": products.conv2d,
     "copy_to": elements.alias,
     "cumsum": rows.cumsum,

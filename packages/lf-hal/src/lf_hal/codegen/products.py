@@ -31,8 +31,9 @@ def _epilogue(
     scale: View | None = None,
     shift: View | None = None,
     weight_scale: View | None = None,
+    add: View | None = None,
 ) -> str:
-    parts = {"bias": bias, "scale": scale, "shift": shift, "weight_scale": weight_scale}
+    parts = {"bias": bias, "scale": scale, "shift": shift, "weight_scale": weight_scale, "add": add}
     fields = "".join(f".{name} = {low.read(view)}, " for name, view in parts.items() if view is not None)
     return f"const lf_epilogue e = {{{fields}.act = {_ACTS.get(act, 'LF_ACT_NONE')}}};\n"
 
@@ -217,10 +218,11 @@ def conv2d(low: Lowering, op: Op) -> None:
     x = low.materialise(x, NHWC)
     y = low.result(op, NHWC)
     act = op.get_str("act")
+    add = low.materialise(given.pop(0), NHWC) if op.kind == "conv_add_act" else None
     vectors = [_vector(low, v) for v in given]
     weight_scale, rest = (vectors[0], vectors[1:]) if op.kind == "conv_i8" else (None, vectors)
     bias, scale, shift = (None, *rest) if len(rest) == 2 else (*rest, None, None, None)[:3]
-    epilogue = _epilogue(low, act, bias, scale, shift, weight_scale)
+    epilogue = _epilogue(low, act, bias, scale, shift, weight_scale, add)
     (out_c, group_c, kh, kw), groups = w.shape, op.get_int("groups")
     stride, padding, dilation = op.get_ints("stride"), op.get_ints("padding"), op.get_ints("dilation")
     batch, in_c, in_h, in_w = x.shape
@@ -238,7 +240,8 @@ def conv2d(low: Lowering, op: Op) -> None:
     rows = batch * y.shape[2] * y.shape[3]
     call = f"lf_conv2d_stored({storage}, {low.at(y)}, {low.read(x)}, {low.read(packed)}, &c, &e, begin, end);"
     flops = 2 * rows * out_c * kh * kw * group_c
-    low.step(config + epilogue + call, rows, [x, packed, *vectors], y, grain=_ROW_GRAIN, flops=flops)
+    reads = [x, packed, *vectors, *([add] if add is not None else [])]
+    low.step(config + epilogue + call, rows, reads, y, grain=_ROW_GRAIN, flops=flops)
     _activate(low, y, act)
 
 

@@ -101,8 +101,11 @@ static void conv_group(lf_tile_fn *tiles, float *y, const float *x, const void *
                 int64_t rows = lf_min64(LF_ROWS, row_end - row);
                 for (int64_t r = 0; r < rows; r++)
                     gather(a + r * LF_CONV_STRIDE, x, c, group, row + r, k_begin, k_end);
-                tiles(y + row * c->out_c + group * n, c->out_c, a - k_begin, LF_CONV_STRIDE, packed, k, n,
-                      k_end == k ? e : 0, rows, p, lf_min64(panels, p + LF_CONV_PANELS), k_begin, k_end);
+                int64_t at = row * c->out_c + group * n;
+                lf_epilogue of_rows;
+                if (e) of_rows = *e, of_rows.add = e->add ? e->add + at : 0;
+                tiles(y + at, c->out_c, a - k_begin, LF_CONV_STRIDE, packed, k, n, k_end == k && e ? &of_rows : 0,
+                      rows, p, lf_min64(panels, p + LF_CONV_PANELS), k_begin, k_end);
             }
             k_begin = k_end;
         } while (k_begin < k);
@@ -145,6 +148,7 @@ LF_INLINE void depthwise_channels(const int nv, int32_t storage, float *y, const
             if (e && e->weight_scale) v = v * take(e->weight_scale + at, count);
             if (e && e->bias) v = v + take(e->bias + at, count);
             if (e && e->scale) v = lf_fma(v, take(e->scale + at, count), take(e->shift + at, count));
+            if (e && e->add) v = v + take(e->add + row * c->out_c + at, count);
             if (e && e->act) v = lf_act_apply(v, e->act);
             if (count >= LF_VL)
                 lf_store(y + row * c->out_c + at, v);
@@ -187,6 +191,7 @@ void lf_conv2d_stored(int32_t storage, float *y, const float *x, const void *pac
             e.scale = epilogue->scale ? epilogue->scale + g * n : 0;
             e.shift = epilogue->shift ? epilogue->shift + g * n : 0;
             e.act = epilogue->act;
+            e.add = epilogue->add;
         }
         conv_group(lf_tiles_of(storage), y, x, (const uint8_t *)packed + g * size * width, c, epilogue ? &e : 0, g,
                    row_begin, row_end);

@@ -72,6 +72,12 @@ void lf_product(lf_tile_fn *tiles, float *y, int64_t y_stride, const float *a, i
                 int64_t row_end, int64_t panel_begin, int64_t panel_end) {
     /* With few rows B is read once: one panel group after the other, each along its whole k, is one stream. */
     int64_t few = row_end - row_begin <= LF_ROWS, width = few ? LF_FEW_PANELS : LF_BLOCK_PANELS;
+    lf_epilogue part;
+    if (epilogue && epilogue->add) {
+        part = *epilogue;
+        part.add += row_begin * y_stride;
+        epilogue = &part;
+    }
     y += row_begin * y_stride;
     a += row_begin * a_stride;
     for (int64_t p = panel_begin; p < panel_end; p += width) {

@@ -20,7 +20,7 @@ LF_INLINE int64_t lf_max64(int64_t a, int64_t b) { return a > b ? a : b; }
 
 /* The part [k_begin, k_end) of the products of up to LF_ROWS rows with the panels of a packed B. panel_k is the K that
  * B was packed with; k_begin is a multiple of LF_CHUNK and k_end - k_begin <= LF_CHUNK. If k_begin is not 0 the sums in
- * y are continued. The epilogue (may be NULL) is for the call that ends a sum. One function for each storage of B. */
+ * y are continued. The epilogue (may be NULL) is for the call that ends a sum; its add begins where y does. One function for each storage of B. */
 typedef void lf_tile_fn(float *y, int64_t y_stride, const float *a, int64_t a_stride, const void *packed,
                         int64_t panel_k, int64_t n, const lf_epilogue *epilogue, int64_t rows, int64_t panel_begin,
                         int64_t panel_end, int64_t k_begin, int64_t k_end);

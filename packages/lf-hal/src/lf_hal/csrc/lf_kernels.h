@@ -36,6 +36,7 @@ enum lf_storage { LF_F32 = 0, LF_BF16 = 1, LF_F16 = 2, LF_I8 = 3 };
  *   s = s * weight_scale[n]       if weight_scale
  *   s = s + bias[n]               if bias
  *   s = fma(s, scale[n], shift[n]) if scale (then shift is given too)
+ *   s = s + add[m, n]             if add
  *   s = act(s) */
 typedef struct lf_epilogue {
     const float *bias;  /* [N] or NULL */
@@ -43,6 +44,7 @@ typedef struct lf_epilogue {
     const float *shift; /* [N], with scale */
     int32_t act;        /* enum lf_act */
     const float *weight_scale; /* [N] or NULL */
+    const float *add;          /* laid out as y, strides and all, or NULL; may not overlap y */
 } lf_epilogue;
 
 /* Panels of a packed B of N columns: (N + 15) / 16. */

@@ -10,7 +10,8 @@ static __attribute__((unused)) void act_panel(float *y, int32_t act) {
 }
 
 /* Ends LF_PANEL sums of one row: what y holds, the epilogue, the store. column is that of v[0]. */
-LF_INLINE void finish_full(float *y, const vf *v, int64_t column, int first, const lf_epilogue *e) {
+LF_INLINE void finish_full(float *y, const float *add, const vf *v, int64_t column, int first,
+                           const lf_epilogue *e) {
     LF_UNROLL
     for (int i = 0; i < LF_VECTORS; i++) {
         int64_t at = column + i * LF_VL;
@@ -19,6 +20,7 @@ LF_INLINE void finish_full(float *y, const vf *v, int64_t column, int first, con
             if (e->weight_scale) s = s * lf_load(e->weight_scale + at);
             if (e->bias) s = s + lf_load(e->bias + at);
             if (e->scale) s = lf_fma(s, lf_load(e->scale + at), lf_load(e->shift + at));
+            if (add) s = s + lf_load(add + at);
             if (e->act == LF_ACT_RELU) s = lf_relu(s);
         }
         lf_store(y + at, s);
@@ -27,12 +29,13 @@ LF_INLINE void finish_full(float *y, const vf *v, int64_t column, int first, con
 }
 
 /* The same for a panel of which only the first columns exist. */
-static __attribute__((unused)) void finish_part(float *y, const vf *v, int64_t column, int64_t valid, int first, const lf_epilogue *e) {
+static __attribute__((unused)) void finish_part(float *y, const float *add, const vf *v, int64_t column, int64_t valid, int first, const lf_epilogue *e) {
     float row[LF_PANEL] = {0}, bias[LF_PANEL] = {0}, scale[LF_PANEL] = {0}, shift[LF_PANEL] = {0},
-          unit[LF_PANEL] = {0};
+          unit[LF_PANEL] = {0}, more[LF_PANEL] = {0};
     lf_epilogue part = {0};
     for (int64_t i = 0; i < valid; i++) {
         if (!first) row[i] = y[column + i];
+        if (add) more[i] = add[column + i];
         if (e && e->bias) bias[i] = e->bias[column + i];
         if (e && e->scale) scale[i] = e->scale[column + i], shift[i] = e->shift[column + i];
         if (e && e->weight_scale) unit[i] = e->weight_scale[column + i];
@@ -44,7 +47,7 @@ static __attribute__((unused)) void finish_part(float *y, const vf *v, int64_t c
         part.act = e->act;
         part.weight_scale = e->weight_scale ? unit : 0;
     }
-    finish_full(row, v, 0, first, &part);
+    finish_full(row, add ? more : 0, v, 0, first, &part);
     for (int64_t i = 0; i < valid; i++) y[column + i] = row[i];
 }
 
@@ -89,10 +92,11 @@ LF_INLINE void tile(const int mr, const int np, float *y, int64_t y_stride, cons
         for (int p = 0; p < np; p++) {
             int64_t at = (panel + p) * LF_PANEL, valid = n - at;
             const vf *v = done + r * nv + p * LF_VECTORS;
+            const float *add = e && e->add ? e->add + r * y_stride : 0;
             if (valid >= LF_PANEL)
-                finish_full(y + r * y_stride, v, at, k_begin == 0, e);
+                finish_full(y + r * y_stride, add, v, at, k_begin == 0, e);
             else
-                finish_part(y + r * y_stride, v, at, valid, k_begin == 0, e);
+                finish_part(y + r * y_stride, add, v, at, valid, k_begin == 0, e);
         }
 }
 
@@ -150,11 +154,14 @@ void LF_TILE_ROWS(float *y, int64_t y_stride, const float *a, int64_t a_stride, 
         [8] = rows_8, [12] = rows_12,
 #endif
     };
+    lf_epilogue part; /* its add goes from tile to tile with y */
+    if (epilogue) part = *epilogue, epilogue = &part;
     while (rows > 0) {
         int64_t mr = rows >= LF_ROWS ? LF_ROWS : rows >= 8 && LF_ROWS > 8 ? 8 : lf_min64(rows, LF_ROWS < 6 ? LF_ROWS : 6);
         table[mr](y, y_stride, a, a_stride, packed, panel_k, n, epilogue, panel_begin, panel_end, k_begin, k_end);
         y += mr * y_stride;
         a += mr * a_stride;
+        if (epilogue && part.add) part.add += mr * y_stride;
         rows -= mr;
     }
 }

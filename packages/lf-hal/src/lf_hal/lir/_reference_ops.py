@@ -159,6 +159,15 @@ def _linear_i8(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     return activate(op.get_str("act"), out + x[3] if len(x) > 3 else out)
 
 
+def _conv_add(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
+    out = nn.conv2d(op, x[0], x[1])
+    if len(x) == 4:
+        out = out + x[3].reshape(-1, 1, 1)
+    if len(x) == 5:
+        out = _multiply_add(out, x[3].reshape(-1, 1, 1), x[4].reshape(-1, 1, 1))
+    return activate(op.get_str("act"), out + x[2])
+
+
 def _conv_i8(op: Op, x: Arrays, work: np.dtype[Any]) -> Array:
     out = nn.conv2d(op, x[0], x[1].astype(work)) * x[2].reshape(-1, 1, 1)
     if len(x) == 4:
@@ -190,6 +199,7 @@ _KINDS: dict[str, Callable[[Op, Arrays, np.dtype[Any]], Array]] = {
     "concat": lambda op, x, work: np.concatenate(x, op.get_int("axis")),
     "conv2d": _conv,
     "conv_affine_act": _conv,
+    "conv_add_act": _conv_add,
     "conv_i8": _conv_i8,
     "copy_to": lambda op, x, work: x[0],
     "cumsum": lambda op, x, work: np.cumsum(x[0], op.get_int("axis"), dtype=x[0].dtype),

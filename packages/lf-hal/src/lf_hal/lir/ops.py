@@ -18,6 +18,7 @@ layer_norm(x, weight[D]?, bias[D]?; eps)     over the last axis, variance divide
 rms_norm(x, weight[D]?; eps)                 x / sqrt(mean(x * x) + eps) * weight, over the last axis
 conv2d(x[B,I,H,W], w[O,I/groups,kh,kw], bias[O]?; stride, padding, dilation, groups, act)
 conv_affine_act(x, w, scale[O], shift[O]; same)   act(conv2d(x, w) * scale + shift), the middle by one multiply-add
+conv_add_act(x, w, residual[like the output], ...; same)   act(conv2d(x, w) + bias + residual), or with scale and shift
 conv_i8(x, w of i8, weight_scale[O], ...; same)   conv2d times weight_scale, then a bias or scale and shift, then act
 batch_norm(x[B,C,...], weight[C], bias[C], mean[C], var[C]; eps)   of inference; ``fold_batch_norm`` removes it
 affine_channel(x[B,C,...], scale[C], shift[C])    x * scale + shift, by one multiply-add
@@ -53,7 +54,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from lf_hal.lir import _rules, _rules_i8
+from lf_hal.lir import _rules, _rules_products
 from lf_hal.lir.errors import OpRuleError
 from lf_hal.lir.graph import DTYPES, Attr, Op, TensorType, Value, freeze
 
@@ -134,7 +135,8 @@ OPS: dict[str, OpSpec] = {
     ),
     "concat": OpSpec(1, MANY, _rules.concat, {"axis": _INT}),
     "conv2d": OpSpec(2, 3, _rules.conv2d, _CONV),
-    "conv_i8": OpSpec(3, 5, _rules_i8.conv2d, _CONV),
+    "conv_add_act": OpSpec(3, 5, _rules_products.conv_add, _CONV),
+    "conv_i8": OpSpec(3, 5, _rules_products.conv_i8, _CONV),
     "conv_affine_act": OpSpec(4, 4, _rules.conv2d, _CONV),
     "copy_to": OpSpec(1, 1, _rules.same, {"device": AttrSpec("str")}),
     "cumsum": OpSpec(1, 1, _rules.cumsum, {"axis": _INT}),
@@ -150,7 +152,7 @@ OPS: dict[str, OpSpec] = {
     "layer_norm": OpSpec(1, 3, _rules.over_last_axis, {"eps": _FLOAT}),
     "linear": OpSpec(2, 3, _rules.linear),
     "linear_act": OpSpec(2, 3, _rules.linear, {"act": _ACT}),
-    "linear_i8": OpSpec(3, 4, _rules_i8.linear, {"act": _ACT}),
+    "linear_i8": OpSpec(3, 4, _rules_products.linear_i8, {"act": _ACT}),
     "lstm_cell": OpSpec(5, 7, _rules.lstm_cell),
     "matmul": OpSpec(2, 2, _rules.matmul),
     "multiply_add": OpSpec(3, 3, _rules.multiply_add),

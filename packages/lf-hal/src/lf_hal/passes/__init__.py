@@ -1,7 +1,7 @@
 """Rewrites of graphs: each pass is a pure function from a graph to an equal one, and has a switch."""
 
 from lf_hal.passes.batch_norm import fold_affine, fold_batch_norm, lower_batch_norm
-from lf_hal.passes.fuse import fuse_conv, fuse_linear, fuse_multiply_add
+from lf_hal.passes.fuse import fuse_conv, fuse_linear, fuse_multiply_add, fuse_residual
 from lf_hal.passes.pipeline import (
     ConflictingSwitchesError,
     Optimized,
@@ -25,6 +25,7 @@ __all__ = [
     "fuse_conv",
     "fuse_linear",
     "fuse_multiply_add",
+    "fuse_residual",
     "lower_batch_norm",
     "optimize",
     "optimize_and_report",

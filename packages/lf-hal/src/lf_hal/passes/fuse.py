@@ -13,7 +13,7 @@ from lf_hal.lir.graph import FLOATS, Graph, Op, freeze
 from lf_hal.lir.ops import ACTIVATIONS, make_op
 from lf_hal.lir.rewrite import Editor, agree
 
-__all__ = ["fuse_conv", "fuse_linear", "fuse_multiply_add"]
+__all__ = ["fuse_conv", "fuse_linear", "fuse_multiply_add", "fuse_residual"]
 
 
 def fuse_conv(graph: Graph) -> Graph:
@@ -29,6 +29,26 @@ def fuse_conv(graph: Graph) -> Graph:
             e.replace(op, make_op("conv_affine_act", op.output.name, inputs, attrs, affinity))
         elif _activation(op) is not None:
             conv = _inner(e, op, op.inputs[0], ("conv2d", "conv_affine_act"))
+            if conv is not None and conv.attr("act") == "none":
+                e.replace(op, _with_act(conv, op))
+    return e.done()
+
+
+def fuse_residual(graph: Graph) -> Graph:
+    """conv2d or conv_affine_act + a sum with an array of its output's shape + an activation to conv_add_act."""
+    e = Editor(graph)
+    for op in e.graph.ops:
+        if op.kind == "binary" and op.attr("fn") == "add" and len(op.inputs) == 2:
+            for name, other in (op.inputs, op.inputs[::-1]):
+                conv = _inner(e, op, name, ("conv2d", "conv_affine_act"))
+                if conv is None or conv.attr("act") != "none" or e.values[other].type != conv.output.type:
+                    continue
+                inputs = [e.values[n] for n in (*conv.inputs[:2], other, *conv.inputs[2:])]
+                attrs, affinity = dict(conv.attrs), conv.hardware_affinity or op.hardware_affinity
+                e.replace(op, make_op("conv_add_act", op.output.name, inputs, attrs, affinity))
+                break
+        elif _activation(op) is not None:
+            conv = _inner(e, op, op.inputs[0], ("conv_add_act",))
             if conv is not None and conv.attr("act") == "none":
                 e.replace(op, _with_act(conv, op))
     return e.done()

@@ -11,7 +11,7 @@ from lf_hal.lir.graph import Graph
 from lf_hal.lir.rewrite import remove_dead
 from lf_hal.lir.verify import verify
 from lf_hal.passes.batch_norm import fold_affine, lower_batch_norm
-from lf_hal.passes.fuse import fuse_conv, fuse_linear, fuse_multiply_add
+from lf_hal.passes.fuse import fuse_conv, fuse_linear, fuse_multiply_add, fuse_residual
 from lf_hal.passes.simplify import fold_constants, simplify
 
 __all__ = ["ConflictingSwitchesError", "Optimized", "PassOptions", "Step", "optimize", "optimize_and_report"]
@@ -36,6 +36,7 @@ class PassOptions:
         lower_batch_norm: batch norm to one multiply-add per element. There is no kernel for what stays.
         fold_affine: that multiply-add into the weights of the convolution before it.
         fuse_conv: convolution, per-channel multiply-add and activation as one op.
+        fuse_residual: convolution, sum with another array (a shortcut) and activation as one op.
         fuse_linear: linear and activation as one op.
         enable_vma_fusion: a product and a sum as one multiply-add (``--enable-vma-fusion``, ``--disable-vma``).
     """
@@ -46,6 +47,7 @@ class PassOptions:
     lower_batch_norm: bool = True
     fold_affine: bool = True
     fuse_conv: bool = True
+    fuse_residual: bool = True
     fuse_linear: bool = True
     enable_vma_fusion: bool = True
 
@@ -74,6 +76,7 @@ PASSES: tuple[tuple[str, Callable[[Graph], Graph]], ...] = (
     ("lower_batch_norm", lower_batch_norm),
     ("fold_affine", fold_affine),
     ("fuse_conv", fuse_conv),
+    ("fuse_residual", fuse_residual),
     ("fuse_linear", fuse_linear),
     ("enable_vma_fusion", fuse_multiply_add),
 )

@@ -20,6 +20,7 @@ _PRODUCTS = {
     "linear_act": "linear_i8",
     "conv2d": "conv_i8",
     "conv_affine_act": "conv_i8",
+    "conv_add_act": "conv_i8",
 }
 
 
@@ -47,7 +48,7 @@ def store_weights(graph: Graph, dtype: str) -> Graph:
         if op.kind == "embedding" and op.inputs[0] in stored:
             e.replace(op, *_embedding(e, op, *stored[op.inputs[0]]))
         elif op.kind in _PRODUCTS and op.inputs[1] in stored:
-            e.replace(op, _product(e, op, *stored[op.inputs[1]]))
+            e.replace(op, *_product(e, op, *stored[op.inputs[1]]))
     return e.done()
 
 
@@ -65,13 +66,21 @@ def _narrowable(e: Editor) -> list[str]:
     return [n for n in (*names, *derived) if n in read and n not in kept]
 
 
-def _product(e: Editor, op: Op, w: Value, scale: Value | None) -> Op:
+def _product(e: Editor, op: Op, w: Value, scale: Value | None) -> list[Op]:
+    """The product with the stored weight; one of int8 that adds a residual comes apart again, which changes no bit."""
     x, rest = e.values[op.inputs[0]], [e.values[n] for n in op.inputs[2:]]
+    attrs, name, affinity = dict(op.attrs), op.output.name, op.hardware_affinity
     if scale is None:
-        return make_op(op.kind, op.output.name, [x, w, *rest], dict(op.attrs), op.hardware_affinity)
-    return make_op(
-        _PRODUCTS[op.kind], op.output.name, [x, w, scale, *rest], dict(op.attrs), op.hardware_affinity
-    )
+        return [make_op(op.kind, name, [x, w, *rest], attrs, affinity)]
+    if op.kind != "conv_add_act":
+        return [make_op(_PRODUCTS[op.kind], name, [x, w, scale, *rest], attrs, affinity)]
+    residual, act = rest.pop(0), op.get_str("act")
+    inner = e.fresh(f"{name}.conv")
+    conv = make_op("conv_i8", inner, [x, w, scale, *rest], {**attrs, "act": "none"}, affinity)
+    total = name if act == "none" else e.fresh(f"{name}.sum")
+    added = make_op("binary", total, [conv.output, residual], {"fn": "add"}, affinity)
+    end = [] if act == "none" else [make_op("unary", name, [added.output], {"fn": act}, affinity)]
+    return [conv, added, *end]
 
 
 def _embedding(e: Editor, op: Op, table: Value, scale: Value | None) -> list[Op]:

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from lf_hal.lir.graph import FLOATS, Op
+from lf_hal.lir.graph import FLOATS, Op, freeze
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -116,6 +117,11 @@ def _conv(op: Op, x: Sequence[Tensor]) -> Tensor:
     if len(x) == 4:
         out = _along(x[3]).addcmul(out, _along(x[2]))
     return _activate(op.get_str("act"), out)
+
+
+def _conv_add(op: Op, x: Sequence[Tensor]) -> Tensor:
+    plain = replace(op, attrs=freeze({**dict(op.attrs), "act": "none"}))
+    return _activate(op.get_str("act"), _conv(plain, [*x[:2], *x[3:]]) + x[2])
 
 
 def _linear_i8(op: Op, x: Sequence[Tensor]) -> Tensor:
@@ -267,6 +273,7 @@ _KINDS: dict[str, Callable[[Op, Sequence[Any]], Any]] = {
     "compare": _compare,
     "concat": _concat,
     "conv2d": _conv,
+    "conv_add_act": _conv_add,
     "conv_affine_act": _conv,
     "conv_i8": _conv_i8,
     "copy_to": lambda op, x: x[0],

@@ -96,12 +96,13 @@ static float real(int64_t bits) {
 }
 
 static lf_epilogue epilogue(const int64_t *w) {
-    return (lf_epilogue){at(w[0]), at(w[1]), at(w[2]), (int32_t)w[3], 0};
+    return (lf_epilogue){at(w[0]), at(w[1]), at(w[2]), (int32_t)w[3], 0, 0};
 }
 
 static lf_epilogue stored_epilogue(const int64_t *w) {
     lf_epilogue e = epilogue(w);
     e.weight_scale = at(w[4]);
+    e.add = at(w[5]);
     return e;
 }
 
@@ -173,7 +174,7 @@ static void run(const int64_t *c) {
     }
     case 19: {
         lf_epilogue e = stored_epilogue(w + 7);
-        lf_conv2d s = conv(w + 12);
+        lf_conv2d s = conv(w + 13);
         lf_conv2d_stored((int32_t)w[0], at(w[1]), at(w[2]), at(w[3]), &s, w[6] ? &e : 0, w[4], w[5]);
         break;
     }
