@@ -20,6 +20,7 @@ from lf_hal.placement import (
     Pool,
     c_target,
     execute,
+    place,
     plan,
     torch_device,
 )
@@ -66,6 +67,7 @@ __all__ = [
     "load",
     "optimize",
     "parse",
+    "place",
     "plan",
     "precision_settings",
     "probe",

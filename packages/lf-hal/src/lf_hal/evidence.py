@@ -154,6 +154,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "simulated devices that refuse tensors of another memory",
     ),
+    Capability(
+        "placement.training",
+        "modules marked @hardware trained over cpu, npu and mlu",
+        Evidence.CONTRACT_ONLY,
+        "simulated devices with the CPU's arithmetic; the test over cuda and cpu has not run on a GPU yet",
+    ),
     Capability("spec.aarch64", "the host read from cpuinfo and getauxval", Evidence.CONTRACT_ONLY),
     Capability(
         "spec.table",

@@ -1,6 +1,7 @@
 """``@hardware("mlu290")``: a hint on which device a module's or a function's ops should run.
 
-The hint reaches each op traced from it as ``hardware_affinity``; it never changes what is computed. The innermost
+The hint reaches each op traced from it as ``hardware_affinity``, and ``lf_hal.place`` obeys it in training; it never
+changes what is computed. The innermost
 hint counts, and a function's counts within the modules around it. Nothing here imports torch.
 """
 
@@ -10,6 +11,7 @@ import functools
 import re
 import sys
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeVar
 
 from lf_hal.lir.errors import LirError
@@ -19,6 +21,8 @@ __all__ = ["HardwareNameError", "hardware", "hardware_of"]
 T = TypeVar("T", bound=Callable[..., Any])
 ATTRIBUTE = "__lf_hardware__"
 KEY = "lf_hardware"
+PLACED: ContextVar[Callable[..., Any] | None] = ContextVar("placed", default=None)
+"""What runs a marked function while a placed module's forward does: see :mod:`lf_hal.placement.training`."""
 NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.\-]*")
 
 
@@ -63,7 +67,8 @@ def _wrapped(function: T, name: str) -> T:
     def call(*args: Any, **kwargs: Any) -> Any:
         torch = sys.modules.get("torch")
         if torch is None or not torch.compiler.is_exporting():
-            return function(*args, **kwargs)
+            placed = PLACED.get()
+            return function(*args, **kwargs) if placed is None else placed(function, name, args, kwargs)
         with torch.fx.traceback.annotate({KEY: name}):
             return function(*args, **kwargs)
 

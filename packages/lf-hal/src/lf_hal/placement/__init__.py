@@ -6,6 +6,7 @@ from lf_hal.placement.planning import plan
 from lf_hal.placement.plans import Copy, Plan, Segment, digest_of
 from lf_hal.placement.pool import HOST, Device, Link, Links, Pool, c_target, torch_device
 from lf_hal.placement.runners import CRunner, Runner, TorchRunner
+from lf_hal.placement.training import EdgeCopies, Placed, TrainingReport, place
 
 __all__ = [
     "HOST",
@@ -15,10 +16,12 @@ __all__ = [
     "Cost",
     "CostTable",
     "Device",
+    "EdgeCopies",
     "Execution",
     "Executor",
     "Link",
     "Links",
+    "Placed",
     "Plan",
     "Pool",
     "Report",
@@ -26,9 +29,11 @@ __all__ = [
     "Segment",
     "SegmentRun",
     "TorchRunner",
+    "TrainingReport",
     "c_target",
     "digest_of",
     "execute",
+    "place",
     "plan",
     "signature",
     "torch_device",
