@@ -147,7 +147,7 @@ def rows(p: Program, n: int, kind: str) -> None:
         p.expected[name] = order.reduce(op, x)
 
 
-def _sweep() -> F:
+def sweep() -> F:
     """Every exponent and sign, the turning points of the functions, and ordinary numbers."""
     words = np.arange(0, 2**32, 2**21 + 12345, dtype=np.uint64).astype(np.uint32)
     edges = np.array([0.625, 0.9375, 3.953125, 89, -104, -103.97, 88.72284, 131072, 1e-40, 1.5e5, 3e38], f32)
@@ -157,7 +157,7 @@ def _sweep() -> F:
 
 
 def elements(p: Program) -> None:
-    x = _sweep()
+    x = sweep()
     xp = p.put(x)
     for i, op in enumerate(UNARY):
         y = p.out(f"unary-{op}", x.shape)
@@ -328,4 +328,4 @@ def differences(a: dict[str, F], b: dict[str, F]) -> dict[str, int]:
     return {name: n for name, n in counts.items() if n}
 
 
-__all__ = ["Place", "all_cases", "differences", "values"]
+__all__ = ["KINDS", "Place", "all_cases", "differences", "sweep", "values"]

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from lf_hal.lir import functions
 from lf_hal.lir._reference_ops import compute
 from lf_hal.lir.graph import FLOATS, Constant, Graph, Op, TensorType
 from lf_hal.lir.ops import make_op
@@ -19,6 +20,7 @@ _EXACT = (
     "binary", "broadcast", "cast", "compare", "concat", "embedding", "fill", "gather", "iota", "multiply_add",
     "permute", "reshape", "scatter", "slice", "unary", "where",
 )  # fmt: skip
+_ROUNDED_ONCE = ("abs", "add", "div", "max", "min", "mul", "neg", "relu", "sqrt", "sub")
 _EXACT_ON_INTEGERS = ("cumsum", "reduce")
 
 
@@ -57,9 +59,9 @@ def _gives_back(op: Op, source: TensorType) -> bool:
 def fold_constants(graph: Graph) -> Graph:
     """Ops of constants alone, computed now: indices, masks, positions, tables of angles.
 
-    Integers and truths are exact. Of floats only ops that work element by element are computed, each in float64 and
-    rounded once to its element type: what their kernels give differs from it by their own rounding. Results beyond
-    65,536 elements, and random access outside a table, stay as they are.
+    Integers and truths are exact. Of floats only ops that work element by element are computed; float32 ones in
+    the order of ORDER.md, so they have the bits of the kernels, on whatever host this runs. Functions of bf16 and f16,
+    results beyond 65,536 elements, and random access outside a table stay as they are.
     """
     e = Editor(graph)
     known: dict[str, NDArray[Any]] = {
@@ -85,15 +87,33 @@ def _computable(op: Op) -> bool:
 
 def _evaluated(op: Op, inputs: list[NDArray[Any]]) -> NDArray[Any] | None:
     """The op's value in the element type of its output (float64 arrays that hold f32, f16 or bf16 values)."""
+    dtype = op.output.type.dtype
     with np.errstate(all="ignore"):
+        if dtype == "f32" and op.kind in ("unary", "binary", "multiply_add"):
+            found = _by_order(op, [np.asarray(x, np.float32) for x in inputs]).astype(np.float64)
+            return None if np.isnan(found).any() else found
+        if dtype in FLOATS and op.kind in ("unary", "binary") and op.get_str("fn") not in _ROUNDED_ONCE:
+            return None
         try:
             found = compute(op, inputs, np.dtype(np.float64))
         except IndexError:
             return None
-        if op.output.type.dtype in FLOATS:
-            found = _narrowed(np.asarray(found, np.float64), op.output.type.dtype)
+        if dtype in FLOATS:
+            found = _narrowed(np.asarray(found, np.float64), dtype)
             return None if np.isnan(found).any() else found
     return found
+
+
+def _by_order(op: Op, x: list[NDArray[np.float32]]) -> NDArray[np.float32]:
+    if op.kind == "multiply_add":
+        return functions.fma(*x)
+    if op.kind == "unary":
+        return np.asarray(functions.UNARY[op.get_str("fn")](x[0]), np.float32)
+    if op.has("scalar"):
+        x = [x[0], np.asarray(op.attr("scalar"), np.float32)]
+        if op.has("scalar_left") and op.attr("scalar_left"):
+            x.reverse()
+    return np.asarray(functions.BINARY[op.get_str("fn")](*x), np.float32)
 
 
 def _narrowed(x: NDArray[np.float64], dtype: str) -> NDArray[np.float64]:
