@@ -172,7 +172,7 @@ UNARY: dict[str, Callable[[F], F]] = {
     "log": log,
     "neg": np.negative,
     "relu": lambda x: np.where(x <= 0, f32(0), x),
-    "rsqrt": lambda x: f32(1) / np.sqrt(x),
+    "rsqrt": lambda x: np.asarray(f32(1) / np.sqrt(x), f32),
     "sigmoid": _sigmoid,
     "silu": _silu,
     "sin": lambda x: np.where(x == 0, x, _turned(x, 0)),
