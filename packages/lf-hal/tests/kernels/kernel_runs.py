@@ -115,14 +115,7 @@ def build_driver(
     if extra:
         for source in SOURCES:
             objects.append(folder / f"{target.name}-{source.stem}-{'_'.join(extra)}.o")
-            flags = [
-                *compiler.flags(target),
-                "-Wextra",
-                "-Werror",
-                "-fno-stack-protector",
-                *extra,
-                f"-I{CSRC}",
-            ]
+            flags = [*compiler.flags(target), "-fno-stack-protector", *extra, f"-I{CSRC}"]
             run_compiler([*compiler.command, *flags, "-c", str(source), "-o", str(objects[-1])])
     else:
         objects += build_objects(compiler, target, SOURCES, [CSRC])
