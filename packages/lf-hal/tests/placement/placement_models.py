@@ -161,4 +161,4 @@ def detector(mark: str | None = None) -> Model:
 
 def reader() -> Model:
     torch.manual_seed(4)
-    return of(Reader(), torch.randn(2, 1, 8, 16))
+    return of(Reader(), torch.randn(2, 1, 8, 12))

@@ -21,6 +21,7 @@ from lf_hal.placement import (
     HOST,
     CostTable,
     Device,
+    Execution,
     Executor,
     Link,
     Links,
@@ -82,18 +83,23 @@ def held_to_twin(name: str, found: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("name", MODELS)
 def test_segments_of_c_have_the_bits_of_one_artefact(name: str) -> None:
     m = model(name)
-    found = in_turns(m.graph, [c_target(name="first"), c_target(name="second")], 3)
+    found = in_turns(m.graph, [c_target(name="first"), c_target(name="second")], 2)
     ran = execute(found, m.graph, m.weights, m.inputs)
     assert ran.report.copies == ()
     for output, expected in one_artefact(name).items():
         assert ran.outputs[output].tobytes() == expected.tobytes()
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_torch_and_c_in_turns_are_within_the_bound(name: str) -> None:
+@cache
+def torch_and_c(name: str) -> Execution:
     m = model(name)
     found = in_turns(m.graph, [torch_device("cpu:0"), c_target(name="c")], 4)
-    ran = execute(found, m.graph, m.weights, m.inputs, threads=2)
+    return execute(found, m.graph, m.weights, m.inputs, threads=2)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_torch_and_c_in_turns_are_within_the_bound(name: str) -> None:
+    ran = torch_and_c(name)
     held_to_twin(name, ran.outputs)
     assert {s.evidence for s in ran.report.segments} == {Evidence.VERIFIED}
     assert ran.report.seconds == pytest.approx(sum(s.seconds for s in ran.report.segments))
@@ -103,7 +109,7 @@ def test_torch_and_c_in_turns_are_within_the_bound(name: str) -> None:
 def test_simulated_devices_get_every_value_by_a_counted_copy(name: str) -> None:
     m = model(name)
     devices = [torch_device("cpu:0"), torch_device("mlu:0", on="cpu"), torch_device("npu:0", on="cpu")]
-    found = in_turns(m.graph, devices, 7)
+    found = in_turns(m.graph, devices, 5)
     runners = {d.name: TaggedRunner(d) for d in devices[1:]}
     with Executor(found, m.graph, m.weights, runners=runners) as ready:
         for runner in runners.values():
@@ -153,8 +159,7 @@ def test_the_reader_reads_the_same_text_as_torch() -> None:
     with torch.no_grad():
         expected = decode(m.module(torch.from_numpy(next(iter(m.inputs.values())))).numpy())
     assert any(expected)
-    found = in_turns(m.graph, [c_target(name="c"), torch_device("cpu:0")], 3)
-    (scores,) = execute(found, m.graph, m.weights, m.inputs).outputs.values()
+    (scores,) = torch_and_c("reader").outputs.values()
     assert decode(scores) == expected
 
 

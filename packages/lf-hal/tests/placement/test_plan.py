@@ -45,22 +45,22 @@ def check(graph: Graph, at: Setting) -> None:
     assert total == pytest.approx(found.seconds, rel=1e-12)
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(1, 6), st.booleans())
 def test_chains_are_placed_as_well_as_by_trying_all(seed: int, length: int, limited: bool) -> None:
     graph = chain(seed, length)
     check(graph, setting(seed, graph, limited))
 
 
-@settings(max_examples=100)
+@settings(max_examples=60)
 @given(SEEDS, st.integers(1, 6), st.booleans())
 def test_graphs_are_placed_as_well_as_by_trying_all(seed: int, length: int, limited: bool) -> None:
     graph = dag(seed, length)
     check(graph, setting(seed, graph, limited))
 
 
-@settings(max_examples=60)
-@given(SEEDS, st.integers(2, 6))
+@settings(max_examples=30)
+@given(SEEDS, st.integers(2, 5))
 def test_a_memory_just_too_small_for_the_best_gives_the_second_best(seed: int, length: int) -> None:
     graph = dag(seed, length)
     at = setting(seed, graph, limited=False)

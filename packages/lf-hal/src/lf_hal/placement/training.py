@@ -171,20 +171,16 @@ class Placed:
 
     def remove(self) -> None:
         """Take the placement back: hooks out, parameters and buffers to where they were. Twice is once."""
-        import torch
-
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
         for part, name, original, device in self._originals:
             now = getattr(part, name)
-            with torch.no_grad():
-                if now is not original:
-                    original.data.copy_(now.data.to(device))
-                    original.grad = None if now.grad is None else now.grad.to(device)
-                else:
-                    original.data = now.data.to(device)
-                    original.grad = None if now.grad is None else now.grad.to(device)
+            grad = None if now.grad is None else now.grad.to(device)
+            data = now.detach().to(device)
+            original.grad = None
+            original.data = data
+            original.grad = grad
             setattr(part, name, original)
         self._originals.clear()
 
