@@ -4,6 +4,9 @@
  * usage, 3 for a damaged file, 4 for a failed run, 5 on a processor without the vectors it is for, and says why. With -r, the seconds of the fastest run go to stdout. */
 #include "lf_runtime.h"
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
 #include <fcntl.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -25,10 +28,13 @@ static const char *lacking(void) {
     if (!(getauxval(AT_HWCAP) & 1 << 5)) return "LASX; compile for loongarch64-lsx or loongarch64";
 #elif defined(__loongarch_sx)
     if (!(getauxval(AT_HWCAP) & 1 << 4)) return "LSX; compile for loongarch64";
-#elif defined(__AVX512F__)
-    if (!__builtin_cpu_supports("avx512f")) return "AVX-512; compile for x86-64-avx2";
 #elif defined(__AVX2__)
-    if (!__builtin_cpu_supports("avx2")) return "AVX2; compile for x86-64-sse2";
+    /* zig's runtime has no __builtin_cpu_supports */
+    unsigned a = 0, b = 0, c = 0, d = 0, known = (unsigned)__get_cpuid_count(7, 0, &a, &b, &c, &d);
+    if (!known || !(b & bit_AVX2)) return "AVX2; compile for x86-64-sse2";
+#if defined(__AVX512F__)
+    if (!(b & bit_AVX512F)) return "AVX-512; compile for x86-64-avx2";
+#endif
 #endif
     return NULL;
 }

@@ -1,4 +1,4 @@
-"""Programs for LoongArch on emulated processors with fewer vectors: they run where they can, and say so where not."""
+"""Programs on emulated processors with fewer vectors: they run where they can, and say so where not."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ INPUT = RNG.standard_normal((3, 300)).astype(np.float32)
 NOTHING, LSX, LASX = "la464,lsx=off,lasx=off", "la464,lasx=off", "la464"
 
 
-def ran(folder: Path, processor: str) -> tuple[int, str, bytes]:
+def ran(folder: Path, processor: str, emulator: str = "qemu-loongarch64") -> tuple[int, str, bytes]:
     """Status, complaint and output of the program in ``folder`` on such a processor."""
     INPUT.tofile(folder / "in.raw")
     files = [str(folder / name) for name in ("model", "weights.lfw", "in.raw", "out.raw")]
-    words = ["qemu-loongarch64", "-cpu", processor, *files]
+    words = [emulator, "-cpu", processor, *files]
     done = subprocess.run(words, capture_output=True, text=True, check=False, timeout=60)
     out = folder / "out.raw"
     return done.returncode, done.stderr, out.read_bytes() if out.exists() else b""
@@ -65,3 +65,11 @@ def test_the_switch_makes_lasx_which_says_so_where_it_is_not(tmp_path: Path, exp
         assert (status, found) == (5, b"")
         assert "no LASX; compile for loongarch64-lsx" in said
     assert ran(tmp_path / "toy", LASX) == (0, "", expected)
+
+
+def test_an_x86_program_says_what_its_processor_lacks(tmp_path: Path, expected: bytes) -> None:
+    lf_hal.compile(GRAPH, WEIGHTS, "x86-64-avx2", compiler="zig", folder=tmp_path / "toy")
+    status, said, found = ran(tmp_path / "toy", "qemu64", "qemu-x86_64")
+    assert (status, found) == (5, b"")
+    assert "no AVX2; compile for x86-64-sse2" in said
+    assert ran(tmp_path / "toy", "max", "qemu-x86_64") == (0, "", expected)
