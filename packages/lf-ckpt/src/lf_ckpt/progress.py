@@ -6,6 +6,8 @@ import threading
 
 import torch
 
+from .accelerators import DeviceEvent, streams_of
+
 
 class Progress:
     """Counts the streams of a plan that have been copied, in order. Thread-safe.
@@ -18,9 +20,9 @@ class Progress:
         self._changed = threading.Condition()
         self._streams = 0
         self._over = False
-        self._events: list[tuple[int, torch.device, torch.cuda.Event]] = []
+        self._events: list[tuple[int, torch.device, DeviceEvent]] = []
 
-    def advance(self, stream: int, device: torch.device, event: torch.cuda.Event | None) -> None:
+    def advance(self, stream: int, device: torch.device, event: DeviceEvent | None) -> None:
         """Streams up to number `stream` are copied, or queued up to `event`."""
         with self._changed:
             self._streams = stream + 1
@@ -52,4 +54,4 @@ class Progress:
                 device: event for number, device, event in self._events if streams is None or number < streams
             }
         for device, event in last.items():
-            torch.cuda.current_stream(device).wait_event(event)
+            streams_of(device.type).current_stream(device).wait_event(event)

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from .accelerators import DeviceEvent, queues, streams_of
 from .format import EXTENT_BYTES
 
 
@@ -35,29 +36,31 @@ class Lane(Protocol):
         """Return when everything queued has arrived."""
 
 
-class CudaLane:
-    """A side stream of a CUDA device."""
+class StreamLane:
+    """A side stream of a device that has streams."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device, self._stream = device, torch.cuda.Stream(device)
+        self._device, self._module = device, streams_of(device.type)
+        self._stream = self._module.Stream(device)
 
     def allocate(self, nbytes: int) -> torch.Tensor:
-        """See Lane; page-locked, so that the device reads it by itself."""
-        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=True)
+        """See Lane; page-locked for CUDA, so that the device reads it by itself."""
+        return torch.empty(nbytes, dtype=torch.uint8, device="cpu", pin_memory=_page_locked(self._device))
 
     def follow(self) -> None:
         """See Lane: memory that is about to be filled may still be in use by kernels of its owner before."""
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        self._stream.wait_stream(self._module.current_stream(self._device))
 
-    def queue(self, work: Callable[[], None]) -> torch.cuda.Event:
+    def queue(self, work: Callable[[], None]) -> DeviceEvent:
         """See Lane."""
-        with torch.cuda.stream(self._stream):
+        with self._module.stream(self._stream):
             work()
-            event = torch.cuda.Event()
+            event = self._module.Event()
             event.record(self._stream)
-        return event
+        queued: DeviceEvent = event
+        return queued
 
-    def wait(self, fence: torch.cuda.Event) -> None:
+    def wait(self, fence: DeviceEvent) -> None:
         """See Lane."""
         fence.synchronize()
 
@@ -67,7 +70,7 @@ class CudaLane:
 
 
 class BlockingLane:
-    """Copies that have been made when they return: other accelerators."""
+    """Copies that have been made when they return: devices without streams."""
 
     def allocate(self, nbytes: int) -> torch.Tensor:
         """See Lane."""
@@ -122,10 +125,16 @@ class Ring:
 
 def lane_for(device: torch.device) -> Lane:
     """The best way to a device."""
-    return CudaLane(device) if device.type == "cuda" else BlockingLane()
+    return StreamLane(device) if queues(device) else BlockingLane()
 
 
 def describe_ring(device: torch.device, ring: Ring) -> str:
     """For reports."""
-    how = "page-locked slots" if device.type == "cuda" else "slots, copied one by one"
+    how = "page-locked slots" if _page_locked(device) else "slots"
+    how = how if queues(device) else f"{how}, copied one by one"
     return f"{device}: streamed through {ring.slots} {how} of 1 MiB"
+
+
+def _page_locked(device: torch.device) -> bool:
+    """Other devices than CUDA take pageable memory: whether they have any other depends on their torch."""
+    return device.type == "cuda"

@@ -1,4 +1,4 @@
-"""Random generator states of torch, CUDA, Python and numpy as tensors and JSON; no pickle."""
+"""Random generator states of torch, accelerators, Python and numpy as tensors and JSON; no pickle."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from .accelerators import generators
 from .errors import CkptError
 from .jsonio import Json
 from .typed import Collected, State
 
 
 def rng_state() -> Collected:
-    """States of the global generators: torch CPU, each CUDA device when there is one, `random`, `numpy.random`."""
+    """States of the global generators: torch CPU, each accelerator when there is one, `random`, `numpy.random`."""
     version, words, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
     tensors: dict[str, Tensor] = {
@@ -22,8 +23,7 @@ def rng_state() -> Collected:
         "rng.python": torch.from_numpy(np.asarray(words, np.uint32)),
         "rng.numpy": torch.from_numpy(np.asarray(keys, np.uint32)),
     }
-    if torch.cuda.is_available():
-        tensors |= {f"rng.cuda.{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    tensors |= {f"rng.{kind}.{index}": module.get_rng_state(index) for kind, index, module in generators()}
     items: dict[str, Json] = {
         "rng.python": {"version": version, "gauss": gauss},
         "rng.numpy": {
@@ -39,7 +39,7 @@ def rng_state() -> Collected:
 def set_rng_state(state: State) -> None:
     """Put `rng_state` back from a `Loaded` or `Collected`; CkptError when a part is missing.
 
-    States of CUDA devices that this machine lacks are left out; the generators of its other devices stay as they are.
+    States of devices that this machine lacks are left out; the generators of its other devices stay as they are.
     """
     try:
         python, numpy = state.items["rng.python"], state.items["rng.numpy"]
@@ -52,7 +52,6 @@ def set_rng_state(state: State) -> None:
     np.random.set_state(
         (numpy["kind"], keys.cpu().numpy(), numpy["position"], numpy["has_gauss"], numpy["cached"])
     )
-    if torch.cuda.is_available():
-        for index in range(torch.cuda.device_count()):
-            if (saved := state.tensors.get(f"rng.cuda.{index}")) is not None:
-                torch.cuda.set_rng_state(saved.cpu(), index)
+    for kind, index, module in generators():
+        if (saved := state.tensors.get(f"rng.{kind}.{index}")) is not None:
+            module.set_rng_state(saved.cpu(), index)

@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 import torch
 
+from .accelerators import DeviceEvent
 from .catalog import Catalog
 from .crew import Crew
 from .errors import CkptError
@@ -34,7 +35,7 @@ from .writer import Base
 _log = logging.getLogger("lf_ckpt")
 # Host tensors beside those of a device are counters and generators; more than this is copied by the staging thread.
 QUEUED_HOST_BYTES = 4 << 20
-Events: TypeAlias = list[torch.cuda.Event]
+Events: TypeAlias = list[DeviceEvent]
 
 
 class Saver:

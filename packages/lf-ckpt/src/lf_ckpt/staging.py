@@ -6,10 +6,11 @@ from collections import deque
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from itertools import islice
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
+from .accelerators import DeviceEvent, queues, streams_of
 from .dtypes import dtype_of
 from .plan import Chunk, Plan, Stream, chunks
 from .progress import Progress
@@ -26,34 +27,35 @@ class Staged(NamedTuple):
 
     chunk: Chunk
     piece: Piece
-    ready: torch.cuda.Event | None
+    ready: DeviceEvent | None
 
 
 class SideStreams:
-    """One stream per CUDA device of a plan, behind the work that the caller has queued so far."""
+    """One stream per device of a plan that has streams, behind the work that the caller has queued so far."""
 
     def __init__(self, devices: set[torch.device]) -> None:
-        self._streams = []
+        self._streams: list[tuple[Any, Any]] = []  # module of the device, stream
         for device in devices:
-            stream = torch.cuda.Stream(device)
-            stream.wait_stream(torch.cuda.current_stream(device))
-            self._streams.append(stream)
+            module = streams_of(device.type)
+            stream = module.Stream(device)
+            stream.wait_stream(module.current_stream(device))
+            self._streams.append((module, stream))
 
     def run(self, work: Callable[[], T]) -> T:
         """Do `work` in the calling thread with these streams current."""
         with ExitStack() as stack:
-            for stream in self._streams:
+            for module, stream in self._streams:
                 # A thread begins on device 0. Going back to it by way of a stream would make a context there, some
                 # hundred MB of the memory of another rank; leaving `device` does not.
-                stack.enter_context(torch.cuda.device(stream.device))
-                stack.enter_context(torch.cuda.stream(stream))
+                stack.enter_context(module.device(stream.device))
+                stack.enter_context(module.stream(stream))
             return work()
 
 
 def side_streams(plan: Plan) -> SideStreams:
     """Side streams for staging while the caller computes; made in the caller's thread."""
     tensors = (stream.source for stream in plan.streams if isinstance(stream.source, torch.Tensor))
-    return SideStreams({tensor.device for tensor in tensors if tensor.device.type == "cuda"})
+    return SideStreams({tensor.device for tensor in tensors if queues(tensor.device)})
 
 
 class Staging:
@@ -72,10 +74,8 @@ class Staging:
     ) -> None:
         self._plan, self._slab, self._deliver, self._progress = plan, slab, deliver, progress
         self._left = chunks([stream.nbytes for stream in plan.streams], chunk_bytes)
-        self._queued: deque[torch.cuda.Event] = deque()
-        self._last: dict[
-            torch.device, torch.cuda.Event
-        ] = {}  # a later event of a device covers its earlier ones
+        self._queued: deque[DeviceEvent] = deque()
+        self._last: dict[torch.device, DeviceEvent] = {}  # a later event covers earlier ones
         self._failed: Exception | None = None
 
     def begin(self) -> None:
@@ -88,7 +88,7 @@ class Staging:
         except Exception as error:
             self._failed = error
 
-    def finish(self) -> list[torch.cuda.Event]:
+    def finish(self) -> list[DeviceEvent]:
         """Copy or queue what is left; the events returned, one per device, are behind its last copy."""
         if self._failed is not None:
             raise self._failed
@@ -124,7 +124,7 @@ class Staging:
             self._queued.popleft().synchronize()
 
 
-def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cuda.Event | None:
+def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> DeviceEvent | None:
     at = chunk.start
     for memory in slab.parts(piece):
         if isinstance(stream.source, bytes):
@@ -133,11 +133,13 @@ def _copy_in(stream: Stream, chunk: Chunk, slab: Slab, piece: Piece) -> torch.cu
             element = stream.source.element_size()
             copy_range(memory.view(dtype_of(stream.dtype)), stream.source, at // element)
         at += len(memory)
-    if isinstance(stream.source, bytes) or stream.source.device.type != "cuda":
+    if isinstance(stream.source, bytes) or not queues(stream.source.device):
         return None
-    event = torch.cuda.Event()
-    event.record(torch.cuda.current_stream(stream.source.device))
-    return event
+    module = streams_of(stream.source.device.type)
+    event = module.Event()
+    event.record(module.current_stream(stream.source.device))
+    made: DeviceEvent = event
+    return made
 
 
 def copy_range(flat: torch.Tensor, tensor: torch.Tensor, begin: int, *, back: bool = False) -> None:
@@ -167,6 +169,6 @@ def copy_range(flat: torch.Tensor, tensor: torch.Tensor, begin: int, *, back: bo
 
 def _copy(host: torch.Tensor, other: torch.Tensor, back: bool) -> None:
     if back:  # into a device from the slots of a ring, which keep their bytes until the copy has ended
-        other.copy_(host, non_blocking=other.device.type == "cuda")
+        other.copy_(host, non_blocking=queues(other.device))
     else:
-        host.copy_(other, non_blocking=other.device.type == "cuda")
+        host.copy_(other, non_blocking=queues(other.device))

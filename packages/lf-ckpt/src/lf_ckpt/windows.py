@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import torch
 
+from .accelerators import queues
 from .boxes import Box, boxes_of_range, intersect, relative
 from .dtypes import ITEM_SIZE
 from .format import Extent
@@ -40,7 +41,7 @@ def needed(reader: StepReader, entry: TensorEntry, box: Box) -> Iterator[Needed]
 def scatter(shard: Box, window: Window, flat: torch.Tensor, begin: int) -> None:
     """Copy elements `begin .. begin + len(flat)` of a shard into those places of a window that they have.
 
-    flat: (n,) contiguous on the host; to a CUDA device the copies are queued, so it must keep its bytes until then.
+    flat: (n,) contiguous on the host; to a device with streams copies are queued: it must keep its bytes until then.
     """
     for at, box in boxes_of_range(shard.shape, begin, begin + flat.numel()):
         placed = Box(tuple(o + z for o, z in zip(box.offsets, shard.offsets, strict=True)), box.shape)
@@ -49,7 +50,7 @@ def scatter(shard: Box, window: Window, flat: torch.Tensor, begin: int) -> None:
             source = flat[at - begin : at - begin + box.volume].view(box.shape)
             part_of(window.local, relative(shared, window.box.offsets)).copy_(
                 part_of(source, relative(shared, placed.offsets)),
-                non_blocking=window.local.device.type == "cuda",
+                non_blocking=queues(window.local.device),
             )
 
 

@@ -65,6 +65,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         Evidence.CONTRACT_ONLY,
         "against packages that fail as reported",
     ),
+    Capability(
+        "packages.accelerators",
+        "lf-ckpt and lf-meta on any accelerator of torch, unchanged: order of copies, no call of torch.cuda",
+        Evidence.CONTRACT_ONLY,
+        "a PrivateUse1 device in Python named npu or mlu (lf-meta/tests/contract)",
+    ),
     Capability("top.host", "load of CPUs and NUMA nodes and their memory", Evidence.VERIFIED),
     Capability("top.cuda", "load of GPUs, from nvidia-smi", Evidence.NEEDS_GPU),
     Capability(

@@ -107,9 +107,12 @@ class OptimSection(Section):
 class DeviceSection(Section):
     """Where it runs and in which precision."""
 
-    type: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: cuda when there is one")
+    type: Annotated[str, Field(pattern=r"^[a-z][a-z0-9]*$")] = Field(
+        "auto",
+        description="auto: the accelerator that torch sees, or cpu; or one by name: cuda, npu, mlu, cpu",
+    )
     precision: Literal["auto", "fp32", "bf16"] = Field(
-        "auto", description="auto: bf16 autocast where supported on cuda"
+        "auto", description="auto: bf16 autocast where the accelerator supports it"
     )
     deterministic: bool = Field(
         False, description="on cuda: only kernels whose result repeats bit for bit (slower)"
@@ -214,7 +217,9 @@ class MetricsSection(Section):
 class DistSection(Section):
     """Data parallel over torchrun's ranks."""
 
-    backend: Literal["auto", "gloo", "nccl"] = Field("auto", description="auto: nccl on cuda, gloo on cpu")
+    backend: Literal["auto", "gloo", "nccl", "hccl", "cncl"] = Field(
+        "auto", description="auto: nccl on cuda, gloo on cpu, elsewhere the one registered for the device"
+    )
     timeout: Annotated[int, Field(gt=0, le=10**7)] = Field(
         1800, description="seconds until a lost peer is an error"
     )

@@ -11,7 +11,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from datetime import timedelta
 from types import TracebackType
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,23 +25,54 @@ T = TypeVar("T")
 
 
 def choose_device(section: DeviceSection, local_rank: int) -> torch.device:
-    """The device of this rank; an explicit cuda that is missing is an error, never a fallback."""
-    available = torch.cuda.is_available()
-    if section.type == "cuda" and not available:
-        raise ConfigError("device.type", "cuda was asked for and torch sees none; use device.type=cpu")
-    if section.type == "cpu" or not available:
+    """The device of this rank; an explicit accelerator that is missing is an error, never a fallback."""
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    kind = found.type if found is not None else "cpu"
+    if section.type not in ("auto", "cpu", kind):
+        others = "none" if found is None else f"{kind} instead"
+        raise ConfigError(
+            "device.type", f"{section.type} was asked for and torch sees {others}; use device.type={kind}"
+        )
+    if section.type == "cpu" or found is None:
         return torch.device("cpu")
-    return torch.device("cuda", local_rank)
+    return torch.device(kind, local_rank)
 
 
 def choose_precision(section: DeviceSection, device: torch.device) -> str:
     """``bf16`` or ``fp32``; automatic bf16 only where the accelerator supports it."""
-    supported = device.type == "cuda" and torch.cuda.is_bf16_supported()
+    module: Any = torch.get_device_module(device)
+    supported = device.type != "cpu" and bool(getattr(module, "is_bf16_supported", lambda: False)())
     if section.precision == "auto":
         return "bf16" if supported else "fp32"
-    if section.precision == "bf16" and device.type == "cuda" and not supported:
-        raise ConfigError("device.precision", f"{torch.cuda.get_device_name(device)} has no bf16; use fp32")
+    if section.precision == "bf16" and device.type != "cpu" and not supported:
+        raise ConfigError("device.precision", f"{module.get_device_name(device)} has no bf16; use fp32")
     return section.precision
+
+
+def choose_backend(section: DistSection, device: torch.device, size: int) -> str:
+    """The process group's backend for `size` ranks on this kind of device, one that moves its tensors.
+
+    Raises:
+        ConfigError: torch has none, or the one asked for is not here or moves tensors of other devices.
+    """
+    kind = device.type
+    known: str | None = {"cuda": "nccl", "cpu": "gloo", **dist.Backend.default_device_backend_map}.get(kind)
+    backend = known if section.backend == "auto" else section.backend
+    if size == 1 and backend is None:
+        return "gloo"  # no group will be made
+    if backend is None or not (backend in ("gloo", "nccl") or dist.is_backend_available(backend)):
+        named = f"no backend for {kind} tensors" if backend is None else f"no {backend}"
+        raise ConfigError(
+            "dist.backend", f"torch has {named}; install the vendor's torch extension, or train on one rank"
+        )
+    moved = dist.Backend.backend_capability.get(backend, [kind])
+    if kind not in moved and (size > 1 or backend == "nccl"):
+        only, where = " and ".join(moved), "the cpu" if kind == "cpu" else kind
+        remedy = f"use {known}" if known else "train on one rank"
+        raise ConfigError(
+            "dist.backend", f"{backend} moves {only} tensors only and this run is on {where}; {remedy}"
+        )
+    return backend
 
 
 @dataclass
@@ -66,20 +97,14 @@ class World:
         """Read torchrun's variables; nothing is opened before the context is entered."""
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         where = choose_device(device, local_rank)
-        backend = section.backend
-        if backend == "auto":
-            backend = "nccl" if where.type == "cuda" else "gloo"
-        if backend == "nccl" and where.type != "cuda":
-            raise ConfigError(
-                "dist.backend", "nccl moves cuda tensors only and this run is on the cpu; use gloo"
-            )
+        size = int(os.environ.get("WORLD_SIZE", 1))
         return cls(
             where,
             int(os.environ.get("RANK", 0)),
-            int(os.environ.get("WORLD_SIZE", 1)),
+            size,
             local_rank,
             timedelta(seconds=section.timeout),
-            backend,
+            choose_backend(section, where, size),
         )
 
     @property
@@ -88,8 +113,9 @@ class World:
         return self.rank == 0
 
     def __enter__(self) -> World:
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
+        if self.device.type != "cpu":
+            module: Any = torch.get_device_module(self.device)
+            module.set_device(self.device)
         if self.size > 1:
             dist.init_process_group(self.backend, timeout=self.timeout)
             # flags and barriers go over the host, so that they never wait for the device
@@ -107,7 +133,7 @@ class World:
         """The model under DistributedDataParallel when there are peers."""
         if self.size == 1:
             return model
-        ids = [self.device.index] if self.device.type == "cuda" else None
+        ids = [self.device.index] if self.device.type != "cpu" else None
         return nn.parallel.DistributedDataParallel(model, device_ids=ids)
 
     def sum_(self, tensor: Tensor) -> Tensor:

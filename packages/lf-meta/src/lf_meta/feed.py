@@ -115,11 +115,12 @@ def _to_device(tensor: Tensor, device: torch.device) -> Tensor:
 
     From pageable memory cudaMemcpyAsync waits for the stream before it copies (CUDA runtime API, "API
     synchronization behavior"), so the few kilobytes go through page-locked memory of torch's host allocator,
-    which keeps them until the copy is over.
+    which keeps them until the copy is over. Other accelerators are waited for: whether theirs reads pageable memory
+    before the call returns, and whether it has other memory, is not known here.
     """
     if device.type == "cuda":
-        tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+        return tensor.pin_memory().to(device, non_blocking=True)
+    return tensor.to(device)
 
 
 def to_micro_batches(batch: Batch, accum: int, device: torch.device) -> list[MicroBatch]:
