@@ -237,8 +237,9 @@ class GradientArena:
 
     def _check_stream(self) -> None:
         """What one stream frees another may not reuse without waiting."""
-        if self._storage.is_cuda:
-            now = torch.cuda.current_stream(self._storage.device)
+        device = self._storage.device
+        if device.type != "cpu":
+            now = torch.get_device_module(device).current_stream(device)
             if self._stream is not None and self._stream != now:
                 raise PlanError("gradients come on several streams: an arena needs a backward pass on one")
             self._stream = now

@@ -67,9 +67,10 @@ class Slot:
     def free(self) -> None:
         """Drop `param.grad`."""
         grad = self.param.grad
-        if grad is not None and is_sharded(grad) and local(grad).is_cuda:
+        if grad is not None and is_sharded(grad) and grad.device.type != "cpu":
             # fully_shard allocates it on a stream of its own: the block waits for what this stream still does.
-            local(grad).record_stream(torch.cuda.current_stream(grad.device))
+            module = torch.get_device_module(grad.device)
+            local(grad).record_stream(module.current_stream(grad.device))
         self.param.grad = None
 
     def reset(self) -> None:

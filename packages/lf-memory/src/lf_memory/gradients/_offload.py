@@ -196,7 +196,13 @@ def _is_odd(tensor: Tensor) -> bool:
 
 
 def _refuse_capture(device: torch.device) -> None:
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type in ("cpu", "meta"):
+        return
+    capturing = getattr(
+        torch.get_device_module(device), "is_current_stream_capturing", bool
+    )  # not all have it
+    if capturing():
         raise RuntimeError(
-            "offload within a CUDA graph capture: leases follow each graph of autograd; capture without"
+            f"offload within a {device.type.upper()} graph capture: leases follow each graph of autograd; "
+            "capture without"
         )

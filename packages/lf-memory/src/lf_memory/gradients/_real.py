@@ -35,7 +35,8 @@ class RealWorld:
         with ExitStack() as stack:
             stack.enter_context(set_aside([*self.parameters.values(), *leaves]))
             stack.enter_context(_unchanged(buffers))
-            stack.enter_context(torch.random.fork_rng(_cuda_devices(self.parameters.values())))
+            for kind, devices in _accelerators(self.parameters.values()).items():
+                stack.enter_context(torch.random.fork_rng(devices, device_type=kind))
             return work()
 
 
@@ -77,5 +78,12 @@ def _unchanged(buffers: Iterable[torch.Tensor]) -> Iterator[None]:
                 buffer.copy_(value)
 
 
-def _cuda_devices(parameters: Iterable[torch.Tensor]) -> list[torch.device]:
-    return list({parameter.device for parameter in parameters if parameter.is_cuda})
+def _accelerators(parameters: Iterable[torch.Tensor]) -> dict[str, list[torch.device]]:
+    """Devices with generators of their own by their type; "cuda" without any is the host's generator alone."""
+    found: dict[str, list[torch.device]] = {}
+    for device in {parameter.device for parameter in parameters} - {
+        torch.device("cpu"),
+        torch.device("meta"),
+    }:
+        found.setdefault(device.type, []).append(device)
+    return found or {"cuda": []}

@@ -1,7 +1,8 @@
 """Streams and events of the simulated device.
 
-The worst that a real device may do with an asynchronous copy is simulated: one to the host arrives when the host waits
-for it and not before; one from the host reads its source when the next operator of the stream runs, or at a wait.
+The worst that a real device may do with an asynchronous copy is simulated: one to the host arrives when the host or a
+stream waits for it and not before; one from the host reads its source when the next operator of the
+stream runs, or at a wait.
 """
 
 from __future__ import annotations
@@ -71,13 +72,23 @@ class Streams:
         with self._lock:
             return self._queues[stream].last
 
-    def read_host(self, stream: int, position: int | None = None) -> None:
-        """Let the copies from the host, up to a position, read their source."""
-        self._run(stream, position, ("reads",))
+    def read_host(self, stream: int) -> None:
+        """Let the copies from the host read their source, behind the earlier copies to it."""
+        with self._lock:
+            reads = self._queues[stream].reads
+            if reads:
+                self.catch_up(stream, reads[-1][0])
 
     def catch_up(self, stream: int, position: int | None = None) -> None:
-        """The host waits: let everything up to a position be done."""
-        self._run(stream, position, ("reads", "arrivals"))
+        """Somebody waits: let everything up to a position be done, in order."""
+        with self._lock:
+            queue = self._queues[stream]
+            last = queue.last if position is None else position
+            due = [item for item in [*queue.reads, *queue.arrivals] if item[0] <= last]
+            queue.reads = [item for item in queue.reads if item[0] > last]
+            queue.arrivals = [item for item in queue.arrivals if item[0] > last]
+            for _, work in sorted(due, key=lambda item: item[0]):
+                work()
 
     def owes(self, stream: int, position: int) -> bool:
         """Whether something up to a position is not done."""
@@ -91,17 +102,6 @@ class Streams:
         for number in list(self._queues):
             self.catch_up(number)
             self.log.host_learns(self.log.snapshot(number))
-
-    def _run(self, stream: int, position: int | None, kinds: tuple[str, ...]) -> None:
-        with self._lock:
-            queue = self._queues[stream]
-            due: list[tuple[int, Work]] = []
-            for kind in kinds:
-                items: list[tuple[int, Work]] = getattr(queue, kind)
-                due += [item for item in items if position is None or item[0] <= position]
-                setattr(queue, kind, [item for item in items if item not in due])
-            for _, work in sorted(due, key=lambda item: item[0]):
-                work()
 
 
 def stream_types(streams: Streams) -> tuple[type, type, type]:
@@ -122,7 +122,7 @@ def stream_types(streams: Streams) -> tuple[type, type, type]:
         def wait_stream(self, other: Stream) -> None:
             """Later work of this stream comes behind everything queued on another."""
             streams.log.add("wait", f"stream {other.stream_id}", self.stream_id)
-            streams.read_host(other.stream_id)
+            streams.catch_up(other.stream_id)
             streams.log.stream_learns(self.stream_id, streams.log.snapshot(other.stream_id))
 
         def record_event(self, event: Event | None = None) -> Event:
@@ -163,7 +163,7 @@ def stream_types(streams: Streams) -> tuple[type, type, type]:
             at = streams.current() if stream is None else stream.stream_id
             source, position, clock = self._known("waited for")
             streams.log.add("wait", f"event {self.number}", at)
-            streams.read_host(source, position)
+            streams.catch_up(source, position)
             streams.log.stream_learns(at, clock)
 
         def synchronize(self) -> None:
