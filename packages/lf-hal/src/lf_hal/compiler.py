@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import tempfile
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from lf_hal.errors import ArtifactError, HalError, WeightsError
 from lf_hal.lir import verify
 from lf_hal.lir.graph import Graph, Value
 from lf_hal.lir.recipes import apply_recipes
-from lf_hal.passes import PassOptions, optimize, store_weights
+from lf_hal.passes import PassOptions, optimize, store_weights, tile_products
 from lf_hal.sources import as_array, read_weights
 from lf_hal.storage import storage_report
 from lf_hal.targets import Target, check_switches, resolve_target
@@ -43,6 +43,7 @@ def compile(
     switches: Iterable[str] = (),
     passes: PassOptions | None = None,
     weights_dtype: str = "f32",
+    sram_bytes: int | None = None,
     compiler: str = "auto",
     folder: str | Path | None = None,
 ) -> Artifact:
@@ -59,6 +60,8 @@ def compile(
         weights_dtype: how weights of linear layers, convolutions and embeddings are stored: ``f32`` (as they are),
             ``bf16``, ``f16`` or ``i8`` (one scale for each output channel). Sums stay float32; the error that this
             makes is in the manifest under ``storage``.
+        sram_bytes: cut products along their outputs until the weights of each piece fit so many bytes, such as
+            ``device_spec("mlu290").sram_bytes``; no bit changes. Contract-only but for its arithmetic.
         compiler: ``gcc`` or ``zig``; ``auto`` takes gcc for this machine's architecture and zig for all others.
         folder: where the artefact goes, new or empty; without it, it lives as long as the returned object.
 
@@ -70,6 +73,7 @@ def compile(
         InvalidGraphError: the graph does not hold together.
         WeightsError: a weight is absent, of another type than the graph says, or not finite as it would be stored.
         UnsupportedOpError: an op has no C form.
+        TileError: the weights of one output alone are larger than ``sram_bytes``.
         CompilerMissingError, CompilerFailedError: as :func:`lf_hal.build.find_compiler` and its runs.
     """
     chosen = resolve_target(target, switches := list(switches))
@@ -78,7 +82,10 @@ def compile(
         raise ValueError(f"threads={threads}; give at least 1")
     tool = find_compiler(chosen, compiler)
     verify(graph)
-    graph = store_weights(_optimised(graph, names, passes), weights_dtype)
+    options = passes or PassOptions.from_switches(names)
+    graph = store_weights(_optimised(graph, options), weights_dtype)
+    if sram_bytes is not None:
+        graph = tile_products(graph, sram_bytes)
     mapping = read_weights(Path(weights)) if isinstance(weights, (str, Path)) else weights
     owner = tempfile.TemporaryDirectory(prefix="lf-hal-") if folder is None else None
     out = Path(folder) if folder is not None else Path(owner.name if owner else "")
@@ -90,16 +97,18 @@ def compile(
     storage = storage_report(graph, values, weights_dtype)
     write_weights(out / WEIGHTS, _stored(graph, values))
     file = open_weights(out / WEIGHTS, verify=False)
-    program = lower(graph, {b.name: b.offset for b in file.blobs}, file.data.nbytes)
+    program = lower(
+        graph, {b.name: b.offset for b in file.blobs}, file.data.nbytes, padding=options.cache_line_padding
+    )
     (out / SOURCE).write_text(emit(program))
     _build(tool, chosen, out)
     manifest = {**_manifest(program, chosen, tool, threads, names), "storage": storage}
+    manifest["passes"] = {**asdict(options), "sram_bytes": sram_bytes}
     write_manifest(out, manifest)
     return Artifact(out, load(out).manifest, owner=owner)
 
 
-def _optimised(graph: Graph, switches: frozenset[str], passes: PassOptions | None) -> Graph:
-    options = passes or PassOptions.from_switches(switches)
+def _optimised(graph: Graph, options: PassOptions) -> Graph:
     return optimize(replace(graph, outputs=tuple(dict.fromkeys(graph.outputs))), options)
 
 

@@ -130,6 +130,12 @@ CAPABILITIES: tuple[Capability, ...] = (
         "results only; what they gain there was not measured",
     ),
     Capability(
+        "compile.sram_tiling",
+        "products cut so that their weights fit an on-chip memory",
+        Evidence.CONTRACT_ONLY,
+        "on CPUs tests show that pieces fit, cover and change no bit; no MLU ever ran them",
+    ),
+    Capability(
         "load.direct",
         "weights read past the page cache, or through it with the reason",
         Evidence.VERIFIED,

@@ -47,6 +47,15 @@ def test_equal_inputs_give_equal_plans_in_any_order(values: list[Lifetime]) -> N
     assert plan_arena(values) == plan_arena(list(reversed(values)))
 
 
+def test_padding_keeps_neighbours_of_round_sizes_off_the_same_sets() -> None:
+    values = [Lifetime(f"v{i}", 4096 << i % 4, 0, 3) for i in range(40)]
+    plain, apart = (plan_arena(values, padding=padding) for padding in (False, True))
+    assert len({offset % 4096 for offset in plain.offsets.values()}) == 1
+    assert len({offset % 4096 for offset in apart.offsets.values()}) == 40
+    assert all(offset % ALIGNMENT == 0 for offset in apart.offsets.values())
+    assert apart.nbytes == plain.nbytes + 40 * ALIGNMENT
+
+
 def test_a_chain_needs_two_places_only() -> None:
     chain = [Lifetime(f"v{i}", 640, i, i + 1) for i in range(50)]
     assert plan_arena(chain).nbytes == 2 * 640

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-__all__ = ["ALIGNMENT", "Arena", "Lifetime", "plan_arena"]
+__all__ = ["ALIAS", "ALIGNMENT", "Arena", "Lifetime", "aligned", "padded", "plan_arena"]
 
 ALIGNMENT = 64
 """Bytes: a cache line of every target, and the widest vector."""
+
+ALIAS = 4096
+"""Bytes after which addresses fall on the same sets of a first-level cache of 64 sets, and loads wait for stores."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +40,16 @@ def aligned(nbytes: int) -> int:
     return -(-max(nbytes, 1) // ALIGNMENT) * ALIGNMENT
 
 
-def plan_arena(lifetimes: Sequence[Lifetime]) -> Arena:
+def padded(nbytes: int) -> int:
+    """Aligned, and one line more for a multiple of :data:`ALIAS`, so that neighbours do not begin in the same set."""
+    size = aligned(nbytes)
+    return size + ALIGNMENT if size % ALIAS == 0 else size
+
+
+def plan_arena(lifetimes: Sequence[Lifetime], *, padding: bool = False) -> Arena:
     """Place every value, largest first, in the smallest gap between those already placed that live with it.
+
+    With ``padding``, sizes are those of :func:`padded`.
 
     Equal inputs give equal plans. Values that are alive in a common step never overlap.
 
@@ -54,7 +65,7 @@ def plan_arena(lifetimes: Sequence[Lifetime]) -> Arena:
     placed: list[tuple[int, int, Lifetime]] = []  # begin, end, value; sorted by begin
     offsets: dict[str, int] = {}
     for value in order:
-        size = aligned(value.nbytes)
+        size = padded(value.nbytes) if padding else aligned(value.nbytes)
         offset = _smallest_gap(size, [p for p in placed if _overlap(p[2], value)])
         offsets[value.name] = offset
         placed.append((offset, offset + size, value))

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
 from lf_hal.codegen import elements, products, rows
-from lf_hal.codegen.arena import Arena, Lifetime, plan_arena
+from lf_hal.codegen.arena import Arena, Lifetime, aligned, padded, plan_arena
 from lf_hal.codegen.lowering import Lowering, Step
 from lf_hal.codegen.view import dense
 from lf_hal.errors import UnsupportedOpError
@@ -68,12 +68,12 @@ class Program:
     weight_bytes: int
 
 
-def _up(n: int) -> int:
-    return -(-n // 64) * 64
-
-
-def lower(graph: Graph, weight_offsets: Mapping[str, int], weight_bytes: int) -> Program:
+def lower(
+    graph: Graph, weight_offsets: Mapping[str, int], weight_bytes: int, *, padding: bool = True
+) -> Program:
     """Steps of ``graph``; ``weight_offsets`` says where weights and constants lie in the payload of their file.
+
+    ``padding`` puts a cache line behind buffers whose sizes would make their neighbours alias.
 
     Raises:
         UnsupportedOpError: an op has no C form, or not for these types.
@@ -98,12 +98,12 @@ def lower(graph: Graph, weight_offsets: Mapping[str, int], weight_bytes: int) ->
     low.op = None
     outputs = _outputs(low, graph)
     placed |= {buffer: f"((uint8_t *)x->out[{i}])" for buffer, i in outputs.items()}
-    arena = plan_arena(_lifetimes(low, placed))
+    arena = plan_arena(_lifetimes(low, placed), padding=padding)
     placed |= {buffer: f"(x->arena + {offset})" for buffer, offset in arena.offsets.items()}
     end = 0
     for key, nbytes in low.packed.items():
         placed[key] = f"(x->packed + {end})"
-        end += _up(nbytes)
+        end += padded(nbytes) if padding else aligned(nbytes)
     steps = tuple(replace(s, text=s.text.replace("\x03", str(i))) for i, s in enumerate(low.steps))
     return Program(graph, steps, tuple(low.packing), placed, arena, end, weight_bytes)
 

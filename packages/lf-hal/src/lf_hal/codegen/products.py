@@ -233,7 +233,8 @@ def conv2d(low: Lowering, op: Op) -> None:
         f".dil_h = {dilation[0]}, .dil_w = {dilation[1]}, .groups = {groups}}};\n"
     )
     elements = groups * panels(out_c // groups) * kh * kw * group_c * PANEL
-    packed = dense(f"{w.buffer}|conv|{groups}", w.dtype, (elements,))
+    key = f"{w.buffer}|{w.offset}|conv|{'x'.join(map(str, w.shape))}|{groups}"
+    packed = dense(key, w.dtype, (elements,))
     storage = STORAGE[w.dtype]
     text = f"{config}lf_pack_conv_stored({storage}, {low.at(packed)}, {low.read(w)}, &c, begin, end);"
     low.pack(packed, text, groups, w)

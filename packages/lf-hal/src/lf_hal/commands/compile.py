@@ -35,6 +35,9 @@ def arguments(parser: argparse.ArgumentParser) -> None:
         default="f32",
         help="how weights of products are stored (default f32); sums stay float32",
     )
+    parser.add_argument(
+        "--sram-bytes", type=int, help="cut products so that the weights of each piece fit so many bytes"
+    )
     parser.add_argument("--compiler", choices=("auto", "gcc", "zig"), default="auto")
     for switch in SWITCHES.values():
         parser.add_argument(f"--{switch.name}", action="store_true", help=switch.meaning)
@@ -50,6 +53,8 @@ def run(args: argparse.Namespace) -> int:
     check_switches(target, switches)  # before torch is imported for the model
     if args.threads < 1:
         raise HalError(f"--threads {args.threads}: give at least 1")
+    if args.sram_bytes is not None and args.sram_bytes < 1:
+        raise HalError(f"--sram-bytes {args.sram_bytes}: give at least 1")
     graph, weights = _read(args.model, args.weights, args.prefix)
     out = args.out or args.model.with_suffix(f".{target.name}")
     begin = time.perf_counter()
@@ -60,6 +65,7 @@ def run(args: argparse.Namespace) -> int:
         args.threads,
         switches=switches,
         weights_dtype=args.weights_dtype,
+        sram_bytes=args.sram_bytes,
         compiler=args.compiler,
         folder=out,
     )

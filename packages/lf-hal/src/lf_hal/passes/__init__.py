@@ -12,6 +12,7 @@ from lf_hal.passes.pipeline import (
 )
 from lf_hal.passes.simplify import fold_constants, simplify
 from lf_hal.passes.store import WEIGHTS_DTYPES, store_weights
+from lf_hal.passes.tile import TileError, tile_products
 
 __all__ = [
     "WEIGHTS_DTYPES",
@@ -19,6 +20,7 @@ __all__ = [
     "Optimized",
     "PassOptions",
     "Step",
+    "TileError",
     "fold_affine",
     "fold_batch_norm",
     "fold_constants",
@@ -31,4 +33,5 @@ __all__ = [
     "optimize_and_report",
     "simplify",
     "store_weights",
+    "tile_products",
 ]

@@ -38,6 +38,7 @@ class PassOptions:
         fuse_conv: convolution, per-channel multiply-add and activation as one op.
         fuse_residual: convolution, sum with another array (a shortcut) and activation as one op.
         fuse_linear: linear and activation as one op.
+        cache_line_padding: memory is laid out so that neighbours do not fall on the same sets of a cache.
         enable_vma_fusion: a product and a sum as one multiply-add (``--enable-vma-fusion``, ``--disable-vma``).
     """
 
@@ -50,6 +51,7 @@ class PassOptions:
     fuse_residual: bool = True
     fuse_linear: bool = True
     enable_vma_fusion: bool = True
+    cache_line_padding: bool = True
 
     @classmethod
     def from_switches(cls, switches: Iterable[str]) -> PassOptions:
