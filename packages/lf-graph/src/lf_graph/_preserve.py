@@ -77,10 +77,22 @@ def _refill(container: Any, items: Any) -> None:
         container.extend(items)
 
 
-def _device_states() -> tuple[Tensor, ...]:
+def _generators() -> Any:
+    """torch.cuda, or the module of another accelerator that this process uses; None without one."""
     # reading the states of a process that has not used CUDA yet would make its contexts
-    used = torch.cuda.is_initialized()  # type: ignore[no-untyped-call, unused-ignore]
-    return tuple(torch.cuda.get_rng_state_all()) if used else ()
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call, unused-ignore]
+        return torch.cuda
+    found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
+    if found is None or found.type == "cuda":
+        return None
+    module: Any = torch.get_device_module(found)
+    used = hasattr(module, "get_rng_state_all") and getattr(module, "is_initialized", lambda: True)()
+    return module if used else None
+
+
+def _device_states() -> tuple[Tensor, ...]:
+    module = _generators()
+    return () if module is None else tuple(module.get_rng_state_all())
 
 
 @dataclass(frozen=True)
@@ -109,7 +121,7 @@ class RandomState:
         """Set torch's generators only."""
         torch.set_rng_state(self.cpu)
         if self.devices:
-            torch.cuda.set_rng_state_all(self.devices)
+            _generators().set_rng_state_all(self.devices)
 
     def torch_moved(self) -> bool:
         """Whether a generator of torch has been used since."""

@@ -67,7 +67,7 @@ CAPABILITIES: tuple[Capability, ...] = (
     ),
     Capability(
         "packages.accelerators",
-        "lf-ckpt and lf-meta on any accelerator of torch, unchanged: order of copies, no call of torch.cuda",
+        "lf-ckpt, lf-memory and lf-meta on any accelerator of torch: order of copies, no call of torch.cuda",
         Evidence.CONTRACT_ONLY,
         "a PrivateUse1 device in Python named npu or mlu (lf-meta/tests/contract)",
     ),
