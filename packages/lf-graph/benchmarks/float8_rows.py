@@ -18,7 +18,7 @@ from torch import nn
 from workloads import Workload
 
 from lf_graph.kernels import to_float8
-from lf_graph.kernels.float8_linear import Scaling
+from lf_graph.kernels._float8 import Scaling
 
 LEAST = 1024  # sizes below it lose more to rounding passes than the product saves
 VOCABULARY = 50000  # heads stay in bfloat16

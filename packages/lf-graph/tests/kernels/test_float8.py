@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import operator
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -21,14 +22,24 @@ from torch.fx import GraphModule
 
 from lf_graph.kernels import Float8Linear, KernelUnavailableError, float8_linear, to_float8
 from lf_graph.kernels import _float8_triton as kernels
-from lf_graph.kernels.float8_linear import GRADIENTS, PLAIN, VALUES, scale_of
+from lf_graph.kernels._float8 import GRADIENTS, PLAIN, VALUES, scale_of
 
-float8_linear_module = sys.modules[
-    "lf_graph.kernels.float8_linear"
-]  # the package has the function of that name
+float8_linear_module = sys.modules["lf_graph.kernels._float8"]  # the package has the function of that name
 # half a step of the fraction, relative: 2^-4 of e4m3, 2^-3 of e5m2; a sum of products with random signs loses less
 STEP = {VALUES: 2.0**-4, GRADIENTS: 2.0**-3}
 PARTS = {"plain": PLAIN, "triton": kernels.PARTS}
+
+
+def test_an_import_brings_no_compiler_and_8_bits_come_on_first_use() -> None:
+    program = """
+import sys
+import lf_graph, lf_graph.kernels as kernels
+assert not {"torch._dynamo", "triton"} & set(sys.modules), sorted(sys.modules)
+import lf_graph.kernels._float8
+assert callable(kernels.float8_linear) and isinstance(kernels.Float8Linear, type) and kernels.to_float8
+assert set(kernels.__all__) <= set(dir(kernels)) and not hasattr(kernels, "float16_linear")
+"""
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
 
 
 def inputs(*batch: int, depth: int = 32, columns: int = 48) -> tuple[Tensor, Tensor]:

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import lf_graph
 from lf_graph.kernels import _float8_triton as kernels
 from lf_graph.kernels import float8_linear, to_float8
-from lf_graph.kernels.float8_linear import GRADIENTS, PLAIN, VALUES
+from lf_graph.kernels._float8 import GRADIENTS, PLAIN, VALUES
 
 pytestmark = pytest.mark.gpu
 

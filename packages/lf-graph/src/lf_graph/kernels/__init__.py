@@ -1,12 +1,12 @@
 """Triton kernels for training, each beside a plain PyTorch twin that computes the same."""
 
+from typing import TYPE_CHECKING, Any
+
 from lf_graph._errors import OperandError
 from lf_graph.kernels._choice import Implementation, KernelUnavailableError
-from lf_graph.kernels._float8_module import Float8Linear, to_float8
 from lf_graph.kernels._transformers import UnsupportedAttentionError, register_attention
 from lf_graph.kernels.attention import attention, attention_lengths, varlen_attention
 from lf_graph.kernels.causal_lm import CausalLMLoss, loss_of
-from lf_graph.kernels.float8_linear import float8_linear
 from lf_graph.kernels.gated_residual import gated_residual
 from lf_graph.kernels.gelu import gelu_tanh
 from lf_graph.kernels.grouped_experts import grouped_experts
@@ -24,6 +24,10 @@ from lf_graph.kernels.qk_norm_rope import qk_norm_rope
 from lf_graph.kernels.rope import packed_positions, rope
 from lf_graph.kernels.swiglu import swiglu
 from lf_graph.kernels.use import UseReport, use
+
+if TYPE_CHECKING:
+    from lf_graph.kernels._float8 import float8_linear
+    from lf_graph.kernels._float8_module import Float8Linear, to_float8
 
 __all__ = [
     "CausalLMLoss",
@@ -57,3 +61,21 @@ __all__ = [
     "use",
     "varlen_attention",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """8-bit products on first use: what keeps them out of compiled code imports the compiler, for over a second."""
+    if name not in ("Float8Linear", "float8_linear", "to_float8"):
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from lf_graph.kernels import _float8, _float8_module
+
+    globals().update(
+        Float8Linear=_float8_module.Float8Linear,
+        float8_linear=_float8.float8_linear,
+        to_float8=_float8_module.to_float8,
+    )
+    return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return __all__

@@ -62,7 +62,6 @@ def _multiple_of_8(n: int) -> int:
     return found
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def fastest(key: Key) -> tuple[str, str]:
     """The way to go for a key, and why."""
     from lf_graph.tune._state import state
@@ -70,6 +69,10 @@ def fastest(key: Key) -> tuple[str, str]:
     way = alternative_of(CHOICE, key)
     origin = state().origins.get((CHOICE.name, key), ("default",))[0]
     return way, "not measured on this card" if origin == "default" else f"fastest as {origin}"
+
+
+# All that torch.compiler.assume_constant_result does, but for importing the compiler; see _moe_experts.py.
+fastest._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _layout(key: Key, used: list[Tensor], device: torch.device) -> Layout:

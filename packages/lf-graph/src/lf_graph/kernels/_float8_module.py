@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from lf_graph.kernels._checks import require_module
-from lf_graph.kernels.float8_linear import MULTIPLE, Scaling, float8_linear
+from lf_graph.kernels._float8 import MULTIPLE, Scaling, float8_linear
 
 
 class Float8Linear(nn.Linear):

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 from torch.library import custom_op
 
+from lf_graph.kernels._float8 import MULTIPLE, VALUES, Float8Parts, Rounded
 from lf_graph.kernels._interpreter import INTERPRETED, tl, triton
-from lf_graph.kernels.float8_linear import MULTIPLE, VALUES, Float8Parts, Rounded
 
 _TINY = tl.constexpr(float(torch.finfo(torch.float32).tiny))
 PARTIALS = 1024  # at most: every program of the second pass reads them all, 4 KiB from L2
