@@ -54,6 +54,8 @@ PARALLEL = {
     "lf-meta": ["-n", "2", "--dist", "loadgroup"],
 }
 
+SLOWEST = ["--durations=15", "--durations-min=3"]  # what a log says about where the time went
+
 # Tests of torch-free packages that run once more, or only, where torch is: lf-memory's gradient half, which starts
 # ranks once for a file; and of lf-iouring what speaks of torch, or makes loaders itself, which deliver tensors then.
 WITH_TORCH = {
@@ -161,7 +163,7 @@ def tests(session: nox.Session, package: str) -> None:
     without = ["-m", "not cross"] if package in CROSS else []
     session.run(
         python,
-        *("-m", "pytest", f"packages/{package}/tests", *parallel, *without, *session.posargs),
+        *("-m", "pytest", f"packages/{package}/tests", *parallel, *without, *SLOWEST, *session.posargs),
         env=threads,
         external=True,
     )
@@ -169,7 +171,7 @@ def tests(session: nox.Session, package: str) -> None:
         pattern, text, parallel = WITH_TORCH[package]
         found = sorted((ROOT / "packages" / package / "tests").glob(pattern))
         files = [str(path.relative_to(ROOT)) for path in found if re.search(text, path.read_text())]
-        command = ["-m", "pytest", *files, *parallel, *without, *session.posargs]
+        command = ["-m", "pytest", *files, *parallel, *without, *SLOWEST, *session.posargs]
         session.run(_torch_python(session), *command, env={"OMP_NUM_THREADS": "1"}, external=True)
 
 
@@ -179,7 +181,7 @@ def cross(session: nox.Session) -> None:
     python = _torch_python(session)
     session.run(python, "tools/cross_tools.py", external=True)
     folders = [f"packages/{package}/tests" for package in CROSS]
-    command = ["-m", "pytest", *folders, "-m", "cross", "-n", "2", "--dist", "loadgroup"]
+    command = ["-m", "pytest", *folders, "-m", "cross", "-n", "2", "--dist", "loadgroup", *SLOWEST]
     command += ["-o", "timeout=1200"]  # zig builds musl once for each machine that a program is linked for
     session.run(python, *command, *session.posargs, env={"OMP_NUM_THREADS": "1"}, external=True)
 
