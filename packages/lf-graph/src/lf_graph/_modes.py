@@ -5,11 +5,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
 
 from lf_graph._errors import GraphError, SignatureError
+from lf_graph._replaced import Below, replaced
 
 
 class TrainingModes:
@@ -32,17 +34,20 @@ class TrainingModes:
 
         GR00T puts its frozen towers into ``eval()`` in every forward: whatever the caller left there does not matter.
         """
-        original, touched = nn.Module.train, set()
+        touched = set()
 
-        def train(module: nn.Module, mode: bool = True) -> nn.Module:
-            touched.add(id(module))
-            return original(module, mode)
+        def noting(below: Below) -> Any:
+            def train(module: nn.Module, mode: bool = True) -> nn.Module:
+                touched.add(id(module))
+                switched: nn.Module = below.held(module, mode)
+                return switched
 
-        nn.Module.train = train  # type: ignore[assignment, method-assign]  # eval() and the children come through here too
+            return train
+
         try:
-            yield
+            with replaced(nn.Module, "train", noting):  # eval() and the children come through here too
+                yield
         finally:
-            nn.Module.train = original  # type: ignore[method-assign]
             known = zip(self._modules, self._flags, strict=True)
             kept = [(m, flag) for m, flag in known if id(m) not in touched and m.training == flag]
             self._modules, self._flags = [m for m, _ in kept], [flag for _, flag in kept]

@@ -24,6 +24,7 @@ from lf_graph._errors import ClosedError, GraphCaptureError
 from lf_graph._frames import user_line
 from lf_graph._modes import inside_a_capture
 from lf_graph._refused_calls import refusing_calls, refusing_generator_states
+from lf_graph._replaced import replaced
 from lf_graph._rules import GENERATOR, has_own_generator
 
 _aten = torch.ops.aten
@@ -98,13 +99,8 @@ class Refusing(TorchDispatchMode):
 @contextmanager
 def as_if_capturing() -> Iterator[None]:
     """Let code that asks whether a capture is on take the branch of a capture (Hugging Face masks do)."""
-    real = torch.cuda.is_current_stream_capturing
-    torch.cuda.is_current_stream_capturing = lambda: True
-    try:
-        with inside_a_capture():
-            yield
-    finally:
-        torch.cuda.is_current_stream_capturing = real
+    with replaced(torch.cuda, "is_current_stream_capturing", lambda _: lambda: True), inside_a_capture():
+        yield
 
 
 @contextmanager

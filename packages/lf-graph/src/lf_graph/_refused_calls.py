@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from lf_graph._errors import GraphCaptureError
 from lf_graph._frames import user_line
+from lf_graph._replaced import Below, replaced
 
 _OWN_BACKWARD = (
     "a training step makes the backward and the update itself, from what the loss returns",
@@ -101,18 +102,19 @@ def reenters(ctx: Any, *_: Any) -> tuple[str, str] | None:
 
 @contextmanager
 def _refusing(owner: Any, name: str, judge: Judge, op: str = "") -> Iterator[None]:
-    held, thread = vars(owner)[name], threading.get_ident()
-    real = held.__func__ if isinstance(held, staticmethod) else held
+    thread = threading.get_ident()
     op = op or f"{owner.__name__}.{name}"
 
-    def judged(*args: Any, **kwargs: Any) -> Any:
-        problem = judge(*args, **kwargs) if threading.get_ident() == thread else None
-        if problem is not None:
-            raise GraphCaptureError(op, user_line(), *problem)
-        return real(*args, **kwargs)
+    def judged_over(below: Below) -> Any:
+        def judged(*args: Any, **kwargs: Any) -> Any:
+            problem = judge(*args, **kwargs) if threading.get_ident() == thread else None
+            if problem is not None:
+                raise GraphCaptureError(op, user_line(), *problem)
+            held = below.held
+            real = held.__func__ if isinstance(held, staticmethod) else held
+            return real(*args, **kwargs)
 
-    setattr(owner, name, staticmethod(judged) if isinstance(held, staticmethod) else judged)
-    try:
+        return staticmethod(judged) if isinstance(below.held, staticmethod) else judged
+
+    with replaced(owner, name, judged_over):
         yield
-    finally:
-        setattr(owner, name, held)
