@@ -285,3 +285,13 @@ def test_a_capture_leaves_generator_buffers_and_gradients_as_they_were() -> None
             run(x).sum().backward()
     same_state(ours, theirs)  # batch norm's statistics move by replays
     same_gradients(ours, theirs)
+
+
+def test_autocast_around_a_replay_changes_nothing() -> None:
+    """A graph holds the kernels of its capture, on CUDA and on the recorder."""
+    model, x = mlp(), torch.randn(4, 8)
+    graphed = capture(lambda x: model(x).square().mean(), x)
+    plain = graphed(x)
+    with torch.autocast("cpu", torch.bfloat16):
+        again = graphed(x)
+    assert torch.equal(plain, again)

@@ -182,8 +182,8 @@ class RecordedGraph:
         return len(self._open())
 
     def replay(self) -> None:
-        """Run the operators in order, now."""
-        with torch.no_grad():
+        """Run the operators in order, now, as they were captured: no autocast around a replay reaches a graph."""
+        with torch.no_grad(), torch._C._DisableAutocast():
             for call in self._open():
                 call.run()
 
