@@ -119,6 +119,26 @@ def test_any_name_round_trips_or_is_refused_and_never_becomes_a_path(
     assert [p.name for p in tmp_path.iterdir()] == ["store"]
 
 
+@pytest.mark.parametrize("depth", [600, 900, 50_000])
+def test_items_nested_too_deeply_are_damage_that_a_load_steps_over(
+    good: Path, tmp_path: Path, depth: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Deeper than Python's stack, whether the JSON parser or the reading of items meets it first."""
+    shutil.copytree(good, tmp_path / "store")
+    manifest = tmp_path / "store/steps/2/MANIFEST"
+    body = json.loads(manifest.read_bytes())["body"]
+    text = canonical(body | {"items": {"x": "@"}}).replace(b'"@"', b"[" * depth + b"]" * depth)
+    manifest.write_bytes(b'{"body":%s,"root":"%s"}' % (text, hashlib.sha256(text).hexdigest().encode()))
+
+    with lf_ckpt.open(tmp_path / "store", read_only=True) as store:
+        loaded = store.load()
+        assert loaded.step == 1
+        assert [step for step, _ in loaded.report.fallbacks] == [2]
+    assert cli.main(["verify", str(tmp_path / "store"), "--deep"]) == 1
+    assert "DAMAGED" in capsys.readouterr().out
+    answer(tmp_path / "store")
+
+
 values = st.recursive(
     st.none() | st.booleans() | st.integers(-5, 2**70) | st.floats(allow_nan=False, allow_infinity=False)
     | st.sampled_from([2**63 - 1, 2**63, "\0", "../x", "rank-0.lfckpt", "\ud800", "F32", "1.1", "0" * 64]),

@@ -56,7 +56,7 @@ def parse(data: bytes, path: str) -> Manifest:
         )
     try:
         return _manifest(document["body"], root)
-    except (ValueError, LookupError, TypeError, AttributeError) as error:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
         raise CorruptError(path, f"manifest is not valid: {type(error).__name__} {error}") from error
 
 
