@@ -55,6 +55,26 @@ def test_plain_data_comes_back_with_its_types(value: Any) -> None:
     assert not tensors
 
 
+@pytest.mark.parametrize(
+    "value",
+    [
+        {frozenset({1, 2}), frozenset()},
+        {(frozenset({"a"}), 1): "key"},
+        {(1, (frozenset({frozenset({2})}),))},
+        Counter({(frozenset({1}), 2): 3}),
+    ],
+    ids=["in a set", "in a key", "deep", "counted"],
+)
+def test_a_frozen_set_that_was_hashed_comes_back_frozen(value: Any) -> None:
+    """As a member or in a key it can be nothing else; elsewhere it comes back as a set."""
+    packed, tensors = lf_ckpt.pack(value, "x")
+
+    found = lf_ckpt.unpack(through_json(packed), tensors)
+
+    assert found == value
+    assert type(found) is type(value)
+
+
 def test_tensors_and_arrays_inside_are_stored_as_tensors(tmp_path: Path) -> None:
     value = {
         "a": [torch.arange(3), {"b": torch.tensor(2.5, dtype=torch.bfloat16)}],

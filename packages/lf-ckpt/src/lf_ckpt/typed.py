@@ -93,6 +93,13 @@ def references(value: Json) -> Iterator[str]:
                 yield from references(element)
 
 
+def _hashable(value: Any) -> Any:
+    """A member of a set or a key: sets in there were frozen."""
+    if isinstance(value, set):
+        return frozenset(value)
+    return tuple(map(_hashable, value)) if isinstance(value, tuple) else value
+
+
 def _scalar(tensor: Tensor) -> Any:
     return tensor.numpy()[()]
 
@@ -100,9 +107,9 @@ def _scalar(tensor: Tensor) -> Any:
 # The arguments have been unpacked: pairs are lists, tensors are on the host.
 _MAKERS: Final[dict[str, Callable[[Any], Any]]] = {
     "$tuple": tuple,
-    "$set": set,
-    "$map": lambda pairs: {key: element for key, element in pairs},  # noqa: C416 - refuses what is no pair
-    "$counter": lambda pairs: Counter({key: count for key, count in pairs}),  # noqa: C416
+    "$set": lambda members: {_hashable(member) for member in members},
+    "$map": lambda pairs: {_hashable(key): element for key, element in pairs},
+    "$counter": lambda pairs: Counter({_hashable(key): count for key, count in pairs}),
     "$tensor": torch.clone,
     "$array": lambda tensor: tensor.numpy().copy(),
     "$scalar": _scalar,
