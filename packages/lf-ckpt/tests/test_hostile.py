@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import lf_ckpt
-from lf_ckpt import cli, manifest_text
+from lf_ckpt import cli, format, manifest_text
 from lf_ckpt.jsonio import canonical
 
 pytestmark = pytest.mark.timeout(120)
@@ -190,3 +190,37 @@ def test_thousands_of_shards_cost_no_pairs_and_one_overlap_is_found(good: Path) 
     data = canonical({"body": body, "root": hashlib.sha256(canonical(body)).hexdigest()})
     with pytest.raises(lf_ckpt.CorruptError, match="overlap"):
         manifest_text.parse(data, "x")
+
+
+@pytest.mark.parametrize("lengths", [[3, 29], [1] * 32, [30, 2]])
+def test_an_extent_that_ends_inside_an_element_is_damage(tmp_path: Path, lengths: list[int]) -> None:
+    """Raw extents of width 1, each hash right: a tensor filled element by element could not take them."""
+    wanted = torch.arange(8.0)
+    with lf_ckpt.open(tmp_path, compress="raw") as store:
+        store.save(1, {"x": torch.zeros(8)}).wait()
+        store.save(2, {"x": wanted}).wait()
+    data, manifest = tmp_path / "steps/2/rank-0.lfckpt", tmp_path / "steps/2/MANIFEST"
+    raw, parts, extents = wanted.numpy().tobytes(), [data.read_bytes()[:4096]], []
+    for number, length in enumerate(lengths):
+        start = sum(lengths[:number])
+        piece = raw[start : start + length]
+        digest, place = format.hash128(piece), 4096 * (number + 1)
+        extents.append(format.Extent(0, format.RAW, 1, start, length, length, place, digest, digest))
+        parts.append(piece.ljust(4096, b"\0"))
+    index, at = format.pack_index(extents), 4096 * (len(lengths) + 1)
+    size = at + len(index) + 128
+    trailer = format.Trailer(at, len(index), len(extents), size, format.hash128(index), None)
+    data.write_bytes(b"".join([*parts, index, format.pack_trailer(trailer)]))
+
+    def fit(body: dict[str, Any]) -> None:
+        body["files"][0].update(size=size, extents=len(extents), index_hash=trailer.index_hash.hex())
+        body["tensors"][0]["shards"][0]["extents"] = [0, 0, len(extents)]
+
+    rewrite(manifest, fit)
+    into = torch.ones(16)[::2]
+    with lf_ckpt.open(tmp_path, read_only=True) as store:
+        with pytest.raises(lf_ckpt.CorruptError, match="inside an element"):
+            store.load(2, into={"x": into})
+        assert torch.equal(into, torch.ones(8))
+        assert store.load(into={"x": into}).step == 1
+    assert cli.main(["verify", str(tmp_path), "--deep"]) == 1

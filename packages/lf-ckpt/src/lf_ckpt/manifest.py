@@ -103,6 +103,7 @@ class StoredStream(NamedTuple):
     """A run of bytes in one file: a shard or a bytes item. `number` is that of its index records, counted per file.
 
     key: equal for the streams of two steps that hold the same part of the same tensor or item (the parent of a delta).
+    element: bytes that no extent splits.
     """
 
     name: str
@@ -110,6 +111,7 @@ class StoredStream(NamedTuple):
     nbytes: int
     placed: Placed
     key: StreamKey
+    element: int
 
 
 @dataclass(frozen=True)
@@ -152,8 +154,8 @@ class Manifest:
     def streams(self) -> Iterator[StoredStream]:
         """Every stream, in the order that numbers them: shards of the tensors, then bytes items."""
         numbers = [0] * len(self.files)
-        for name, nbytes, placed, key in _runs(self):
-            yield StoredStream(name, numbers[placed.file], nbytes, placed, key)
+        for name, nbytes, placed, key, element in _runs(self):
+            yield StoredStream(name, numbers[placed.file], nbytes, placed, key, element)
             numbers[placed.file] += 1
 
     def places(self, file: int) -> dict[StreamKey, range]:
@@ -194,11 +196,11 @@ def is_data_file(name: str) -> bool:
     return rank_of(name) is not None
 
 
-def _runs(m: Manifest) -> Iterator[tuple[str, int, Placed, StreamKey]]:
-    """(name, bytes, place, key) of every stream in manifest order."""
+def _runs(m: Manifest) -> Iterator[tuple[str, int, Placed, StreamKey, int]]:
+    """(name, bytes, place, key, bytes of an element) of every stream in manifest order."""
     for tensor in m.tensors:
         for shard in tensor.shards:
             key = shard_key(tensor.name, tensor.dtype, tensor.shape, shard.box)
-            yield tensor.name, tensor.nbytes_of(shard), shard.placed, key
+            yield tensor.name, tensor.nbytes_of(shard), shard.placed, key, ITEM_SIZE[tensor.dtype]
     for blob in m.blobs:
-        yield blob.name, blob.nbytes, blob.placed, item_key(blob.name)
+        yield blob.name, blob.nbytes, blob.placed, item_key(blob.name), 1

@@ -304,6 +304,10 @@ class StepReader:
                 total += extent.raw_bytes
                 if extent.stream != stream.number:
                     raise CorruptError(file.path, "extent of another stream", tensor=stream.name, extent=at)
+                if extent.raw_bytes % stream.element:
+                    raise CorruptError(
+                        file.path, "extent ends inside an element", tensor=stream.name, extent=at
+                    )
                 if not self._follow:
                     continue
                 if extent.codec == SAME:
