@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import math
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import lf_ckpt
-from lf_ckpt import AllOf, AnyOf, Best, Candidate, Every, EverySeconds, FileLayer, Last, Phases
+from lf_ckpt import AllOf, AnyOf, Best, Candidate, Every, EverySeconds, FileLayer, Last, Phases, cli
 from lf_ckpt.catalog import Catalog
 from lf_ckpt.retention import Rule, doomed, reasons
 
@@ -183,6 +184,45 @@ def test_rules_combine() -> None:
 
     assert set(AllOf([Every(2), Last(5)]).wanted(steps)) == {6, 8}
     assert set(AnyOf([Every(4), Last(1)]).wanted(steps)) == {0, 4, 8, 9}
+
+
+
+def test_a_step_that_was_moved_away_and_linked_is_kept(tmp_path: Path) -> None:
+    """Removing through the link would empty a folder outside of the store, and then fail at the link."""
+    with lf_ckpt.open(tmp_path / "store", full_every=0) as store:
+        for step in (1, 2):
+            store.save(step, {"x": torch.ones(step)}).wait()
+    (tmp_path / "store/steps/1").rename(tmp_path / "bulk")
+    (tmp_path / "store/steps/1").symlink_to(tmp_path / "bulk")
+    for step in (3, 4):
+        with lf_ckpt.open(tmp_path / "store", full_every=0, keep=[lf_ckpt.Last(1)]) as store:
+            store.save(step, {"x": torch.ones(step)}).wait()
+            assert store.steps() == (1, step)
+            assert torch.equal(store.load(1).tensors["x"], torch.ones(1))
+
+
+@pytest.mark.parametrize("kind", ["link", "dangling", "loop", "file", "folder inside"])
+def test_what_is_no_folder_of_files_is_left_alone_and_the_store_opens(tmp_path: Path, kind: str) -> None:
+    outside, place = tmp_path / "outside", tmp_path / "store/steps/9"
+    outside.mkdir()
+    (outside / "rank-0.lfckpt").write_bytes(b"yours")
+    lf_ckpt.open(tmp_path / "store").close()
+    if kind == "file":
+        place.write_bytes(b"yours")
+    elif kind == "folder inside":
+        (place / "rank-0.lfckpt").mkdir(parents=True)
+    else:
+        place.symlink_to({"link": outside, "dangling": tmp_path / "none", "loop": place}[kind])
+
+    with lf_ckpt.open(tmp_path / "store", keep=[lf_ckpt.Last(1)]) as store:
+        for step in (8, 9):
+            store.save(step, {"x": torch.ones(step)}).wait()
+        assert store.steps() == (9,)
+        assert store.load().tensors["x"].numel() == 9
+    assert (outside / "rank-0.lfckpt").read_bytes() == b"yours"
+    assert os.path.lexists(place)
+    assert cli.main(["verify", str(tmp_path / "store"), "--deep"]) == 0
+    assert cli.main(["gc", str(tmp_path / "store"), "--keep", "last:1"]) == 0
 
 
 @pytest.mark.parametrize(

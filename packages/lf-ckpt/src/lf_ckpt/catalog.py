@@ -193,7 +193,10 @@ class Catalog:
     def held(self) -> list[str]:
         """Folders that are never removed: pinned ones, those with files that are not ours, those not uploaded yet."""
         foreign = [
-            name for name in self.folders() if any(not _is_ours(n) for n in self._names(self._at(name)))
+            name
+            for name in self.folders()
+            if not self.files.plain_folder(self._at(name))
+            or any(not _is_ours(n) for n in self._names(self._at(name)))
         ]
         return [*foreign, *(self.follower.held() if self.follower else ())]
 
@@ -216,6 +219,9 @@ class Catalog:
     def remove(self, folder: str) -> bool:
         """Remove a step folder if everything in it is ours; MANIFEST goes first, so a torn removal is no step."""
         path = os.path.join(self.steps, folder)
+        if not self.files.plain_folder(path):
+            _log.warning("%s: not removed, it is no folder, a link to one, or holds folders", path)
+            return False
         names = self._names(path)
         foreign = [name for name in names if not _is_ours(name)]
         if foreign:

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import fcntl
 import os
+import stat
 import struct
 from collections.abc import Sequence
 
@@ -132,12 +133,26 @@ class FileLayer:
             os.lstat(path)
         except (FileNotFoundError, NotADirectoryError):
             return False
+        except OSError as error:
+            if error.errno == errno.ELOOP:  # a link to itself leads nowhere, for certain
+                return False
+            raise
         return True
+
+    def plain_folder(self, path: str) -> bool:
+        """Whether a folder lies here itself and holds files only: no link to a folder elsewhere, no file of its name."""
+        try:
+            if not stat.S_ISDIR(os.lstat(path).st_mode):
+                return False
+            with os.scandir(path) as entries:
+                return not any(entry.is_dir(follow_symlinks=False) for entry in entries)
+        except FileNotFoundError:
+            return True
 
     def free(self, path: str) -> int:
         """Bytes that an unprivileged process can still write to the file system of `path`."""
-        stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize
+        found = os.statvfs(path)
+        return found.f_bavail * found.f_frsize
 
     def lock(self, path: str) -> tuple[int, str] | None:
         """Open `path` and take an exclusive lock that the kernel drops with this process; None when it is held.

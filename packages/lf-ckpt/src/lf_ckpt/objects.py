@@ -137,6 +137,10 @@ class ObjectLayer:
             return False
         return True
 
+    def plain_folder(self, path: str) -> bool:
+        """Always: prefixes are no links."""
+        return True
+
     def free(self, path: str) -> int:
         """No limit is known."""
         return sys.maxsize

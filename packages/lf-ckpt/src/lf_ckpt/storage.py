@@ -82,6 +82,9 @@ class Storage(Protocol):
     def exists(self, path: str) -> bool:
         """Whether a path exists."""
 
+    def plain_folder(self, path: str) -> bool:
+        """Whether removing the files of a folder and then the folder removes it, and nothing elsewhere."""
+
     def free(self, path: str) -> int:
         """Bytes that can still be written near `path`."""
 
