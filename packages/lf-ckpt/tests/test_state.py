@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -121,6 +122,45 @@ def test_moments_follow_names_when_parameters_change_groups() -> None:  # case A
     assert bits(joined.state[model.a.weight]["exp_avg"]) == bits(moments["a"])
     assert report.groups_kept == (0,)
     assert joined.param_groups[0]["lr"] == 0.7
+
+
+class Scaled(nn.Module):
+    """Extra state that is made when it is asked for, as that of modules in fp8."""
+
+    def __init__(self, value: Any) -> None:
+        super().__init__()
+        self.linear, self.value = nn.Linear(2, 2), value
+
+    def get_extra_state(self) -> Any:
+        return self.value.clone() if isinstance(self.value, torch.Tensor) else self.value
+
+    def set_extra_state(self, state: Any) -> None:
+        self.value = state
+
+
+@pytest.mark.parametrize("value", [torch.arange(5.0), {"scale": [1.5]}], ids=["tensor", "data"])
+def test_extra_state_reaches_its_module(tmp_path: Path, value: Any) -> None:
+    with lf_ckpt.open(tmp_path) as store:
+        store.save(1, *lf_ckpt.collect(nn.Sequential(Scaled(value)))).wait()
+        model = nn.Sequential(Scaled(torch.zeros(0)))
+        lf_ckpt.restore(model, None, store.load())
+    found = model[0].value
+    assert bits(found) == bits(value) if isinstance(value, torch.Tensor) else found == value
+
+
+@pytest.mark.parametrize("value", [torch.ones(3), {"scale": 2}], ids=["tensor", "data"])
+def test_extra_state_without_its_other_half_is_a_mismatch_before_anything_changes(value: Any) -> None:
+    with_extra, without = nn.ModuleDict({"a": Scaled(value)}), nn.ModuleDict({"a": nn.Module()})
+    without["a"].linear = nn.Linear(2, 2)
+    for source, target, word in ((with_extra, without, "unexpected"), (without, with_extra, "missing")):
+        saved, before = lf_ckpt.collect(source), bits(target["a"].linear.weight)
+        with pytest.raises(lf_ckpt.MismatchError, match=f"{word}: model.a._extra_state"):
+            lf_ckpt.restore(target, None, saved)
+        assert bits(target["a"].linear.weight) == before
+        report = lf_ckpt.restore(target, None, saved, strict=False)
+        assert getattr(report, word) == ("model.a._extra_state",)
+        assert bits(target["a"].linear.weight) == bits(source["a"].linear.weight)
+        nn.init.zeros_(target["a"].linear.weight)
 
 
 def test_moments_keep_their_own_dtype() -> None:

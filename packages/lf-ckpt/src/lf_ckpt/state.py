@@ -9,7 +9,7 @@ Optimizer state goes by parameter name, never by position, so groups may be reor
     rng.*                         generator states, see rng.py
     items["optim.groups"]         [{"params": [names], "lr": ...}]
     items["optim.scalars"]        {parameter: {key: number}}, state that is no tensor
-    items["model.extra"]          extra state of modules (JSON data)
+    items["model.extra"]          extra state of modules (JSON data; one that is a tensor is with the others in model.)
     items["scheduler"], ["scaler"], ["loader"]    their state_dict(), packed by typed.py
 """
 
@@ -136,7 +136,9 @@ def restore(
         for name, source in plan.match.source.items():
             live = plan.live[name]
             live.copy_(state.tensors[f"model.{source}"].reshape(live.shape))
-    _restore_extra(model, state.items.get("model.extra", {}), plan.renamed)
+    modules = dict(model.named_modules(remove_duplicate=False))
+    for name, value in plan.extra.items():
+        modules[name.removesuffix(_EXTRA).removesuffix(".")].set_extra_state(value)
     kept: list[int] = []
     if optimizer is not None:
         restore_moments(optimizer, plan.names, plan.moments.by_name)
@@ -182,6 +184,7 @@ class _RestorePlan:
     renamed: dict[str, str]
     names: dict[Tensor, str]
     moments: Moments
+    extra: dict[str, Json | Tensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)
     mismatched: list[str] = field(default_factory=list)
@@ -194,16 +197,23 @@ def _plan(
     map_names: MapNames | None,
     how: Fitting,
 ) -> _RestorePlan:
-    saved = {name[6:]: tensor for name, tensor in state.tensors.items() if name.startswith("model.")}
-    live = {n: v for n, v in model.state_dict(keep_vars=True).items() if isinstance(v, Tensor)}
+    values = {name[6:]: tensor for name, tensor in state.tensors.items() if name.startswith("model.")}
+    saved = {name: tensor for name, tensor in values.items() if not _is_extra(name)}
+    extra = {**state.items.get("model.extra", {}), **{n: v for n, v in values.items() if _is_extra(n)}}
+    whole = model.state_dict(keep_vars=True)
+    live = {n: v for n, v in whole.items() if isinstance(v, Tensor) and not _is_extra(n)}
+    takers = {name for name in whole if _is_extra(name)}
     with_moments = saved_parameters(state) if optimizer is not None else set()
-    renamed = rename(dict.fromkeys([*saved, *sorted(with_moments)]), map_names)
+    renamed = rename(dict.fromkeys([*saved, *extra, *sorted(with_moments)]), map_names)
     found = match(_kinds(saved), _kinds(live), {name: renamed[name] for name in saved}, how)
     names = parameter_names(model, optimizer) if optimizer is not None else {}
     held = moments(state, names.values(), renamed) if optimizer is not None else Moments({}, [])
+    now = {renamed[name]: value for name, value in extra.items()}
     plan = _RestorePlan(live, found, renamed, names, held)
-    plan.missing = [f"model.{name}" for name in found.missing]
-    plan.unexpected = [f"model.{name}" for name in found.unexpected] + held.unexpected
+    plan.extra = {name: value for name, value in now.items() if name in takers}
+    plan.missing = [f"model.{name}" for name in (*found.missing, *sorted(takers - now.keys()))]
+    plan.unexpected = [f"model.{name}" for name in (*found.unexpected, *sorted(now.keys() - takers))]
+    plan.unexpected += held.unexpected
     plan.mismatched = [f"model.{text}" for text in found.mismatched]
     for parameter, name in names.items():
         _fit_moments(plan, parameter, name, saved)
@@ -227,6 +237,11 @@ def _fit_moments(plan: _RestorePlan, parameter: Tensor, name: str, saved: Mappin
                 values[key] = value.reshape(parameter.shape)
 
 
+def _is_extra(name: str) -> bool:
+    """Whether a name of a state dict is what `get_extra_state` of a module gives, a tensor perhaps."""
+    return name.rpartition(".")[2] == _EXTRA
+
+
 def _kinds(tensors: Mapping[str, Tensor]) -> dict[str, Kind]:
     return {name: Kind(tensor.dtype, tuple(tensor.shape)) for name, tensor in tensors.items()}
 
@@ -236,13 +251,3 @@ def _load_into(target: Stateful, name: str, value: Any) -> None:
         target.load_state_dict(value)
     except Exception as error:
         raise CkptError(f"{name}: {type(target).__name__}.load_state_dict failed: {error}") from error
-
-
-def _restore_extra(model: nn.Module, extra: Mapping[str, Json], renamed: Mapping[str, str]) -> None:
-    modules = dict(model.named_modules())
-    for saved, value in extra.items():
-        name = renamed.get(saved, saved)
-        module = modules.get(name.removesuffix(_EXTRA).removesuffix("."))
-        if module is None:
-            raise CkptError(f"model.{name}: no module takes this extra state")
-        module.set_extra_state(value)
