@@ -94,10 +94,14 @@ def test_any_change_of_the_set_of_tensors_between_saves(tmp_path: Path, change: 
     second = change(first)  # type: ignore[operator]
     with lf_ckpt.open(tmp_path) as store:
         store.save(1, first).wait()
-        store.save(2, second).wait()
+        report = store.save(2, second).wait()
 
         assert_same(store.load(2).tensors, second)
         assert_same(store.load(1).tensors, first)
+    # What has not changed is still taken from the base.
+    same = {id(tensor): tensor for tensor in second.values() if any(tensor is old for old in first.values())}
+    assert report.bytes_shared >= sum(tensor.nbytes for tensor in same.values())
+    assert report.kind == ("delta" if same else "full")
 
 
 def test_a_renamed_tensor_is_found_by_its_content(tmp_path: Path) -> None:

@@ -61,7 +61,11 @@ def test_the_spec_is_enough_to_read_every_codec(tmp_path: Path) -> None:
 
 
 def test_no_pickle_anywhere() -> None:
-    for path in Path(lf_ckpt.__file__).parent.glob("*.py"):
+    """Only the importers of other formats know of it."""
+    package = Path(lf_ckpt.__file__).parent
+    for path in package.rglob("*.py"):
+        if path.is_relative_to(package / "interop") or path.name == "import_.py":
+            continue
         text = path.read_text()
         assert "import pickle" not in text
         assert "torch.load" not in text
