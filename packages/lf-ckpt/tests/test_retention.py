@@ -186,7 +186,6 @@ def test_rules_combine() -> None:
     assert set(AnyOf([Every(4), Last(1)]).wanted(steps)) == {0, 4, 8, 9}
 
 
-
 def test_a_step_that_was_moved_away_and_linked_is_kept(tmp_path: Path) -> None:
     """Removing through the link would empty a folder outside of the store, and then fail at the link."""
     with lf_ckpt.open(tmp_path / "store", full_every=0) as store:

@@ -155,6 +155,22 @@ def test_what_cannot_be_taken_is_refused_with_its_reason_and_the_old_weights_ans
     name = next(n for n in sorted(wide) if n.startswith("model."))
     wide[name] = wide[name].new_zeros(3, 3)
     save_as(tmp_path / "heads.lfckpt", 13, (dict(state.tensors), heads))
+    odd: dict[str, dict[str, Any]] = {
+        "untrained": {"train": {}},
+        "listed": {"config": [1]},
+        "modelled": {"config": {"model": [2]}},
+        "counted": {"train": {**state.items["train"], "vocab_size": "3"}},
+    }
+    for file, items in odd.items():
+        save_as(tmp_path / f"{file}.lfckpt", 13, (dict(state.tensors), {**state.items, **items}))
+    whole = dict(state.tensors)
+    whole[name] = whole[name].to(torch.int8)
+    save_as(tmp_path / "whole.lfckpt", 13, (whole, dict(state.items)))
+    save_as(
+        tmp_path / "nan.lfckpt",
+        13,
+        ({**state.tensors, name: state.tensors[name] * float("nan")}, dict(state.items)),
+    )
     save_as(tmp_path / "wide.lfckpt", 13, (wide, dict(state.items)))
 
     for file, reason in (
@@ -162,6 +178,10 @@ def test_what_cannot_be_taken_is_refused_with_its_reason_and_the_old_weights_ans
         ("heads", "model.args is"),
         ("wide", "size mismatch"),
         ("absent", "cannot be read"),
+        *((file, "holds no checkpoint of a run") for file in odd),
+        ("whole", "int8, where the model has"),
+        ("nan", "not finite"),
+        ("zero\0byte", "null byte"),
     ):
         with pytest.raises(UpdateError, match=f"(?s)goes on with its weights.*{reason}"):
             update_server(tmp_path / f"{file}.lfckpt", server.url)

@@ -140,7 +140,7 @@ class FileLayer:
         return True
 
     def plain_folder(self, path: str) -> bool:
-        """Whether a folder lies here itself and holds files only: no link to a folder elsewhere, no file of its name."""
+        """Whether a folder lies here itself and holds files only: no link, no file of its name."""
         try:
             if not stat.S_ISDIR(os.lstat(path).st_mode):
                 return False

@@ -8,7 +8,6 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from lf_graph._backend import backend_for
 from lf_graph._chain import Chain
@@ -57,9 +56,7 @@ class Captured(NotCopied):
         if differences:
             raise SignatureError(self._chain.name, differences)
         found = self._chain(*tensors_of(args, kwargs))
-        results = iter(found if isinstance(found, tuple) else (found,))
-        leaves = [next(results) if isinstance(x, TensorSpec) else x for x in self._outputs.leaves]
-        return pytree.tree_unflatten(leaves, self._outputs.structure)[0][0]
+        return self._outputs.filled(found if isinstance(found, tuple) else (found,))[0][0]
 
     @property
     def static_inputs(self) -> list[Tensor]:
@@ -184,7 +181,5 @@ class _Flat:
         return tuple(tensors_of((self._call(tensors),), {}))
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.signature.structure)
+        args, kwargs = self.signature.filled(tensors)
         return self.fn(*args, **kwargs)

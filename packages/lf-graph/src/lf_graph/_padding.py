@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lf_graph._errors import GraphError
-from lf_graph._static import Signature, TensorSpec, copy_into, spec_of
+from lf_graph._static import Signature, TensorSpec, copy_into, fixed, spec_of
 
 Scalar = float | int | bool
 Dims = int | Mapping[str | int, int]
@@ -194,7 +194,10 @@ class Call:
     def signature(self, edge: int) -> Signature:
         """Of the call padded to ``edge``."""
         pads = iter(self.plan.pads)
-        leaves = [self._spec(x, next(pads), edge) if is_tensor(x) else x for x in self.leaves]
+        leaves = (
+            self._spec(x, next(pads), edge) if is_tensor(x) else fixed(self.structure, i, x)
+            for i, x in enumerate(self.leaves)
+        )
         return Signature(self.structure, tuple(leaves))
 
     def _spec(self, leaf: Any, pad: Pad | None, edge: int) -> TensorSpec:

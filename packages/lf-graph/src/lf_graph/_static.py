@@ -6,7 +6,7 @@ gave wrong results silently in flash-attention#1164), so a replay with another v
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from lf_graph._errors import GraphError, SignatureError
+from lf_graph._held import held, same, value_of
 
 
 @dataclass(frozen=True)
@@ -37,13 +38,19 @@ class Signature:
     """The structure of a call's arguments; equal signatures can be replayed by one graph."""
 
     structure: pytree.TreeSpec
-    leaves: tuple[Any, ...]  # TensorSpec, or the value itself
+    leaves: tuple[Any, ...]  # TensorSpec, the value itself, or Held where it can change
+
+    def filled(self, tensors: Iterable[Any]) -> Any:
+        """The structure with ``tensors`` where it has any, and every other leaf as it was given."""
+        given = iter(tensors)
+        leaves = [next(given) if isinstance(x, TensorSpec) else value_of(x) for x in self.leaves]
+        return pytree.tree_unflatten(leaves, self.structure)
 
     def same(self, other: Signature) -> bool:
         """Whether there is no difference; 1, 1.0 and True are three values."""
         if self.structure != other.structure:
             return False
-        return all(_same(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
+        return all(same(a, b) for a, b in zip(self.leaves, other.leaves, strict=True))
 
     def differences(self, other: Signature) -> list[str]:
         """Each difference as ``path: old -> new``."""
@@ -53,11 +60,7 @@ class Signature:
             return _structural(self.structure, other.structure)
         paths = _paths(self.structure)
         pairs = zip(paths, self.leaves, other.leaves, strict=True)
-        return [f"{path}: {old} -> {new}" for path, old, new in pairs if not _same(old, new)]
-
-
-def _same(a: Any, b: Any) -> bool:
-    return type(a) is type(b) and (a is b or bool(a == b))
+        return [f"{path}: {old} -> {new}" for path, old, new in pairs if not same(old, new)]
 
 
 def _structural(old: pytree.TreeSpec, new: pytree.TreeSpec) -> list[str]:
@@ -107,7 +110,7 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
     """The signature of a call.
 
     Raises:
-        GraphError: it holds a numpy array, which would be frozen as it is.
+        GraphError: it holds a numpy array, which would be frozen as it is, or an object too large to compare.
     """
     leaves, structure = pytree.tree_flatten((args, kwargs))
     for i, leaf in enumerate(leaves):
@@ -116,7 +119,16 @@ def signature_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Signature:
                 f"{_paths(structure)[i]} is a numpy array, and a graph would keep its values for ever: give "
                 "torch.from_numpy(array) on the device of the model"
             )
-    return Signature(structure, tuple(spec_of(x) if isinstance(x, Tensor) else x for x in leaves))
+    return Signature(structure, tuple(fixed(structure, i, x) for i, x in enumerate(leaves)))
+
+
+def fixed(structure: pytree.TreeSpec, i: int, leaf: Any) -> Any:
+    """A leaf as a signature holds it; ``i`` is its place in the structure."""
+    if isinstance(leaf, Tensor):
+        return spec_of(leaf)
+    if leaf is None or isinstance(leaf, (bool, int, float, str)):
+        return leaf
+    return held(leaf, _paths(structure)[i])
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
@@ -147,9 +159,7 @@ class StaticInputs:
 
     def call_arguments(self) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The sample call with its tensors replaced by the static ones."""
-        fixed = iter(self.tensors)
-        leaves = [next(fixed) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
-        args, kwargs = pytree.tree_unflatten(leaves, self.signature.structure)
+        args, kwargs = self.signature.filled(self.tensors)
         return args, kwargs
 
     def require(self, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:

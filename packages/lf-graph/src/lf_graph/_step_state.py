@@ -6,12 +6,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lf_graph._backend import Backend, Graph
 from lf_graph._compile import CompileMode, Recompute
 from lf_graph._early import Applied
-from lf_graph._errors import GraphError
+from lf_graph._errors import AddressError, GraphError
 from lf_graph._pool import GraphPool
 from lf_graph._sandbox import restored
 from lf_graph._sinks import Direct, Into, require_all_used
@@ -46,6 +46,21 @@ class StepState:
         self.index |= {
             id(stand_ins[p]): i for p, i in zip(update.parameters, self.index.values(), strict=True)
         }
+
+    def require_members(self, name: str, model: nn.Module) -> None:
+        """``load_state_dict(assign=True)`` gives the model parameters that neither optimizer nor graphs know.
+
+        Raises:
+            AddressError: it has.
+        """
+        mine = {id(p) for p in model.parameters()}
+        pairs = zip(self.update.names, self.update.parameters, strict=True)
+        lost = [n for n, p in pairs if id(p) not in mine]
+        if lost:
+            raise AddressError(
+                f"{name}: {lost[0]} of the model is another parameter than the optimizer's: load with assign=False, "
+                "which copies"
+            )
 
     def find(self, signature: Signature) -> MicroGraph | None:
         """The graph of a signature, now the most recently used."""

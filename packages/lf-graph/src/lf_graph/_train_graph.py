@@ -22,7 +22,7 @@ from lf_graph._pool import GraphPool
 from lf_graph._refused_calls import refusing_own_backward
 from lf_graph._sandbox import buffers_of, restored, swapped
 from lf_graph._segment import Autocast, Piece, Segment
-from lf_graph._static import Signature, StaticInputs, TensorSpec
+from lf_graph._static import Signature, StaticInputs
 
 Loss = Callable[..., Any]
 
@@ -69,9 +69,7 @@ class LossFunction:
         return total
 
     def _call(self, tensors: Sequence[Tensor]) -> Any:
-        given = iter(tensors)
-        leaves = [next(given) if isinstance(x, TensorSpec) else x for x in self.signature.leaves]
-        args, kwargs = torch.utils._pytree.tree_unflatten(leaves, self.signature.structure)
+        args, kwargs = self.signature.filled(tensors)
         return self.loss(*args, **kwargs)
 
 

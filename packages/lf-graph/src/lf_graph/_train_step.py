@@ -13,7 +13,7 @@ from lf_graph._adamw import Launch
 from lf_graph._alone import Alone
 from lf_graph._backend import backend_for
 from lf_graph._compile import CompileMode, Recompute, require_no_own_graphs
-from lf_graph._errors import AddressError, ClosedError, GraphError, SignatureError
+from lf_graph._errors import ClosedError, GraphError, SignatureError
 from lf_graph._members import LoadHook
 from lf_graph._modes import require_gradients_on
 from lf_graph._parallel import Reduce, unwrap
@@ -24,6 +24,7 @@ from lf_graph._segment import Autocast
 from lf_graph._shadows import autocast_of, shadowed
 from lf_graph._static import StaticInputs, copy_into, signature_of, tensors_of
 from lf_graph._stats import GraphStats
+from lf_graph._step_hooks import call_after, call_before, require_none
 from lf_graph._step_options import (
     ANOTHER_SIGNATURE,
     Release,
@@ -191,6 +192,7 @@ class TrainStep(NotCopied):
         state, graph = self._require_graph(args, kwargs)
         state.update.before_forward()
         if state.early:
+            require_none(self.optimizer)
             state.update.before_replay()
         state.pool.follow()
         if not self._pending:
@@ -219,13 +221,21 @@ class TrainStep(NotCopied):
         state.pool.follow()
         if not state.early:
             state.update.before_replay()  # it may refuse, and then nothing has happened yet
+            call_before(self.optimizer)
         self._reduce_gradients(state)
         with self._whole("the last update was interrupted"):
             report = state.end()
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # torch's schedulers warn without it
         self._pending = 0
         self._counts["replays"] += 0 if state.early else 2
+        if not state.early:
+            call_after(self.optimizer)
         return StepResult(report[0], report[1])
+
+    def refresh(self) -> None:
+        """Follow writes to the weights that torch does not count, such as those through ``.data``: see `_shadows`."""
+        if self._state is not None:
+            self._state.update.refresh()
 
     def _reduce_gradients(self, state: StepState) -> None:
         if self._reduce is None:
@@ -243,20 +253,8 @@ class TrainStep(NotCopied):
             raise
 
     def _require_members(self) -> None:
-        """``load_state_dict(assign=True)`` gives the model parameters that neither optimizer nor graphs know."""
-        if self._state is None:
-            return
-        mine = {id(p) for p in self.model.parameters()}
-        lost = [
-            n
-            for n, p in zip(self._state.update.names, self._state.update.parameters, strict=True)
-            if id(p) not in mine
-        ]
-        if lost:
-            raise AddressError(
-                f"{self.name}: {lost[0]} of the model is another parameter than the optimizer's: load with "
-                "assign=False, which copies"
-            )
+        if self._state is not None:
+            self._state.require_members(self.name, self.model)
 
     def _require_whole(self) -> None:
         if self._closed:

@@ -18,6 +18,7 @@ from lf_graph._backend import Backend
 from lf_graph._errors import AddressError, GraphCaptureError, GraphError
 from lf_graph._flat import FlatParameters, OptimizerError, check_optimizer
 from lf_graph._sandbox import aliases, restored
+from lf_graph._step_hooks import without_hooks
 
 
 class Update(Protocol):
@@ -56,6 +57,10 @@ class Update(Protocol):
 
     def before_forward(self) -> None:
         """Follow changes that others made to the parameters. The device waits for this: it must be short."""
+        ...
+
+    def refresh(self) -> None:
+        """Follow changes to the parameters that nothing tells of, before the next forward."""
         ...
 
     def before_replay(self) -> None:
@@ -138,6 +143,10 @@ class FlatUpdate:
         if version != self._version:
             self.flat.refresh_shadow()
             self._version = version
+
+    def refresh(self) -> None:
+        """See :class:`Update`."""
+        self._version = -1
 
     def close(self) -> None:
         """See :class:`Update`."""
@@ -285,7 +294,7 @@ class StockUpdate:
             self.norm.copy_(norm)
             if self.clip:
                 torch._foreach_mul_(grads, (self.clip / (norm + 1e-6)).clamp(max=1.0))
-        with self._in_place_of_users(), self._named_refusals():
+        with self._in_place_of_users(), self._named_refusals(), without_hooks(self.optimizer):
             self.optimizer.step()
 
     @contextmanager
@@ -336,6 +345,9 @@ class StockUpdate:
                         key, why, "only lr may change with this optimizer; make a new TrainStep"
                     )
             rate.copy_(group["lr"]) if isinstance(group["lr"], Tensor) else rate.fill_(group["lr"])
+
+    def refresh(self) -> None:
+        """The forward reads the parameters themselves."""
 
     def before_forward(self) -> None:
         """Nothing to follow: there are no shadows."""

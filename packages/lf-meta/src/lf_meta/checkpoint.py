@@ -186,10 +186,29 @@ def load_bundle(path: Path) -> Restored:
         CheckpointError: unreadable, damaged, or not of a run.
     """
     with _as_checkpoint_error():
-        loaded = lf_ckpt.load_file(path)
-    if not isinstance(loaded.items.get("train"), dict):
+        try:
+            loaded = lf_ckpt.load_file(path)
+        except ValueError as e:  # no path at all: a zero byte in it
+            raise CheckpointError(f"{path}: {e}") from e
+    if not _is_of_a_run(loaded.items):
         raise CheckpointError(f"{path}: holds no checkpoint of a run, only {len(loaded.tensors)} tensors")
     return Restored(loaded.step, loaded.tensors, dict(loaded.items))
+
+
+def _is_of_a_run(items: Mapping[str, Any]) -> bool:
+    """Whether the items that every reader needs are there and of their kinds."""
+    train, config = items.get("train"), items.get("config")
+    counts = (
+        [train.get(key) for key in ("step", "tokens_seen", "vocab_size")]
+        if isinstance(train, dict)
+        else [None]
+    )
+    model = config.get("model") if isinstance(config, dict) else None
+    return (
+        all(type(n) is int for n in counts)
+        and isinstance(model, dict)
+        and isinstance(items.get("data"), dict)
+    )
 
 
 def collect_state(model: nn.Module, optimizer: torch.optim.Optimizer) -> tuple[dict[str, Tensor], Items]:

@@ -138,6 +138,7 @@ class Served:
     def _load(self, chosen: Chosen) -> Weights:
         model, restored = load_model(self._run, self._config, self._world, chosen)
         self._check_same_model(restored)
+        _check_numbers(model, restored)
         return Weights(model, restored.step, weights_name(model))
 
     def _check_same_model(self, restored: Restored) -> None:
@@ -150,6 +151,20 @@ class Served:
                 f"model.{k} is {there!r}, here {here!r}" for k, (here, there) in different.items()
             )
             raise CheckpointError(f"checkpoint of step {restored.step} is of another model: {told}")
+
+
+def _check_numbers(model: torch.nn.Module, restored: Restored) -> None:
+    """Weights that have lost a part on their way into the model, or answer nobody."""
+    for name, taken in model.state_dict().items():
+        given = restored.tensors[f"model.{name}"]
+        if given.is_floating_point() != taken.is_floating_point() or given.is_complex() != taken.is_complex():
+            raise CheckpointError(
+                f"checkpoint of step {restored.step}: {name} is {given.dtype}, where the model has {taken.dtype}"
+            )
+        if taken.is_floating_point() and not bool(taken.isfinite().all()):
+            raise CheckpointError(
+                f"checkpoint of step {restored.step}: {name} holds values that are not finite"
+            )
 
 
 class _Handler(BaseHTTPRequestHandler):
