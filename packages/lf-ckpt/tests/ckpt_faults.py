@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import shutil
 import signal
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 from lf_ckpt import FileLayer
 from lf_ckpt.files import Buffer
 
 EFFECTS = ("create", "write", "sync", "sync_dir", "rename", "unlink", "mkdir", "rmdir")
+
+
+PAGE = 4096
 
 
 class Killed(BaseException):
@@ -165,7 +170,8 @@ class FailAtLook(FailAtCall):
 class Volatile(StopAtCall):
     """Remembers what has not been fsynced; `cut_power` takes it back.
 
-    The worst the POSIX rules allow: unsynced data reads as zeros, unsynced names are undone, newest first.
+    The worst the POSIX rules allow: unsynced data reads as zeros, unsynced names are undone, newest first. Or only some
+    of it, as `cut_power_out_of_order` has it.
     """
 
     def __init__(self) -> None:
@@ -228,6 +234,21 @@ class Volatile(StopAtCall):
             for _, undo in reversed(self.names_pending):
                 undo()
 
+    def cut_power_out_of_order(self, seed: int) -> None:
+        """Another state that a power cut may leave: any pages of unsynced data, the first few names of each folder."""
+        chance = random.Random(seed)
+        for path in sorted(self.unsynced):
+            _zero(path, lambda: chance.random() < 0.5)
+        made = Counter(folder for folder, _ in self.names_pending)
+        kept = {folder: chance.randint(0, made[folder]) for folder in sorted(made)}
+        lost = []
+        for folder, undo in self.names_pending:
+            kept[folder] -= 1
+            if kept[folder] < 0:
+                lost.append(undo)
+        for undo in reversed(lost):
+            undo()
+
     def _pending(self, path: str, undo: Callable[[], None]) -> None:
         self.names_pending.append((os.path.dirname(path), undo))
 
@@ -245,11 +266,15 @@ def _forget(path: str) -> None:
         os.unlink(path)
 
 
-def _zero(path: str) -> None:
+def _zero(path: str, chosen: Callable[[], bool] = lambda: True) -> None:
+    """Zeros in the place of the pages that `chosen` says yes to, one after another."""
     with contextlib.suppress(FileNotFoundError):
         size = os.path.getsize(path)
         with open(path, "r+b") as file:
-            file.write(bytes(size))
+            for at in range(0, size, PAGE):
+                if chosen():
+                    file.seek(at)
+                    file.write(bytes(min(PAGE, size - at)))
 
 
 def _restore(path: str, content: bytes | None) -> None:

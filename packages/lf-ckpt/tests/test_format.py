@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -60,8 +62,18 @@ def test_the_spec_is_enough_to_read_every_codec(tmp_path: Path) -> None:
     assert {0, 1, 2, 3, 4, 5, 6} == CODECS_SEEN
 
 
-def test_no_pickle_anywhere() -> None:
-    """Only the importers of other formats know of it."""
+def test_no_pickle_anywhere(tmp_path: Path) -> None:
+    """Only the importers of other formats know of it, and whatever a store holds is our own format or JSON."""
+    items = {"a": lf_ckpt.pack({(1, 2): {3}, "x": b"bytes"}, "a")[0], "note": "text"}
+    with lf_ckpt.open(tmp_path / "store") as store:
+        store.save(1, {"x": torch.randn(300), "y": torch.ones(3, dtype=torch.int8)}, items).wait()
+        lf_ckpt.export_file(store, 1, tmp_path / "store/one.lfckpt")
+    files = [path for path in (tmp_path / "store").rglob("*") if path.is_file() and path.stat().st_size]
+    assert {path.suffix for path in files} >= {".lfckpt", ""}
+    for path in files:
+        data = path.read_bytes()
+        assert data.startswith(b"\x89LFC") or json.loads(data) is not None, path
+        assert not zipfile.is_zipfile(path)
     package = Path(lf_ckpt.__file__).parent
     for path in package.rglob("*.py"):
         if path.is_relative_to(package / "interop") or path.name == "import_.py":

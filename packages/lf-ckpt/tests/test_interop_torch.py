@@ -105,6 +105,21 @@ def write_dcp(folder: Path, whole: torch.Tensor, rows: list[tuple[int, int]], **
     (folder / ".metadata").write_bytes(pickle.dumps(document))
 
 
+def test_a_key_of_dcp_metadata_that_grows_when_hashed_is_refused(tmp_path: Path) -> None:
+    """Forty tuples, each twice in the next, are 2**40 for whoever walks through them."""
+    from torch.distributed.checkpoint.metadata import MetadataIndex
+
+    nested: tuple[Any, ...] = (1,)
+    for _ in range(40):
+        nested = (nested, nested)
+    key = MetadataIndex("w")
+    object.__setattr__(key, "offset", nested)
+    tmp_path.joinpath(".metadata").write_bytes(b"\x80\x02}" + pickle.dumps(key, 2)[2:-1] + b"K\x01s.")
+
+    with pytest.raises(lf_ckpt.CorruptError, match="a key of the metadata holds a tuple"):
+        lf_ckpt.import_dcp(tmp_path)
+
+
 def test_shards_of_a_dcp_folder_are_put_together(tmp_path: Path) -> None:
     whole = torch.randn(7, 3)
     write_dcp(tmp_path / "dcp", whole, [(0, 4), (4, 3), (7, 0)])  # uneven, and one rank without rows

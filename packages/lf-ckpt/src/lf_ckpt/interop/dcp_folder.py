@@ -70,10 +70,19 @@ class _Record:
         return self is other or (isinstance(other, _Record) and self._key() == other._key())
 
     def __hash__(self) -> int:
-        return hash(repr(self._key()))
+        return hash(self._key())
 
-    def _key(self) -> object:
-        return sorted((k, repr(v)) for k, v in self.__dict__.items())
+    def _key(self) -> tuple[object, ...]:
+        """What a MetadataIndex is: a name, offsets, a number. Anything nested could be hashed for ever."""
+        return tuple((k, _plain(v)) for k, v in sorted(self.__dict__.items()))
+
+
+def _plain(value: object) -> object:
+    if value is None or isinstance(value, (str, int)):
+        return value
+    if isinstance(value, tuple) and all(isinstance(size, int) for size in value):
+        return value
+    raise pickle.UnpicklingError(f"a key of the metadata holds a {type(value).__name__}")
 
 
 class _Unpickler(pickle._Unpickler):
