@@ -147,6 +147,18 @@ def test_every_optimizer_follows_its_groups_and_its_schedule(
             torch.testing.assert_close(ours[index][key], value, rtol=1e-4, atol=1e-6)
 
 
+def test_the_kind_of_weight_decay_may_change_between_steps() -> None:
+    twins = Twins(lambda model: torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.5))
+    if "decoupled_weight_decay" not in twins.reference.param_groups[0]:
+        pytest.skip("this torch knows one kind for each optimizer")
+    with twins.step:
+        twins.run(batches(2))
+        for optimizer in (twins.reference, twins.optimizer):
+            optimizer.param_groups[0]["decoupled_weight_decay"] = False
+        twins.run(batches(2))
+        assert twins.difference() <= TOLERANCE
+
+
 @pytest.mark.parametrize("build", [sgd, cooling, lambda m: cases.adamw(m, fused=True)])
 def test_rehearsing_a_stock_optimizer_leaves_weights_and_state_as_they_start(
     build: Callable[[nn.Module], torch.optim.Optimizer],

@@ -24,7 +24,7 @@ from lf_graph._flat import REFUSED, FlatParameters, OptimizerError
 
 _GRADIENT_DTYPES = (torch.bfloat16, torch.float32)
 _VECTOR = 16  # bytes in the widest load of a GPU thread
-_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay")
+_HYPER = ("lr", "beta1", "beta2", "eps", "weight_decay", "decoupled")
 
 
 @dataclass(frozen=True)
@@ -151,8 +151,6 @@ class _HyperTable:
         self._table = torch.zeros(len(groups), len(_HYPER), dtype=torch.float64, device=device)
         self._cells = [list(row.unbind()) for row in self._table.unbind()]
         self._last = [[math.nan] * len(_HYPER) for _ in groups]
-        decoupled = [float(bool(_decoupled(flat.optimizer, g))) for g in groups]
-        self._decoupled = torch.tensor(decoupled, dtype=torch.float64, device=device)
         self._group = torch.tensor([s.group for s in flat.layout.slots], device=device)
 
     def refresh(self) -> None:
@@ -164,7 +162,8 @@ class _HyperTable:
             if set_now := [option for option in REFUSED if group.get(option)]:
                 why = "it was switched on after the update was built, which does not have it"
                 raise OptimizerError(set_now[0], why, f"leave {set_now[0]}=False")
-            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"]
+            decoupled = float(_decoupled(self._optimizer, group))
+            values = group["lr"], *group["betas"], group["eps"], group["weight_decay"], decoupled
             for k, value in enumerate(values):
                 last[k] = self._write(cells[k], value, last[k])
 
@@ -179,8 +178,8 @@ class _HyperTable:
 
     def coefficients(self, steps: Tensor) -> Tensor:
         """fp32 [parameters, 8] in the order of COEFFICIENTS, computed in float64 from steps [parameters]."""
-        lr, beta1, beta2, eps, decay = self._table.index_select(0, self._group).unbind(1)
-        decoupled, t = self._decoupled.index_select(0, self._group), steps.double()
+        lr, beta1, beta2, eps, decay, decoupled = self._table.index_select(0, self._group).unbind(1)
+        t = steps.double()
         columns = {
             "decay": 1 - lr * decay * decoupled,
             "l2": decay * (1 - decoupled),

@@ -111,7 +111,7 @@ CPU_VALUE = Verdict(
 GENERATOR = Verdict(
     "generator",
     "the random numbers come from a generator of your own: a graph does not know it, so replays repeat the same ones",
-    "drop generator= so that the device's default is used, or register it (CUDAGraph.register_generator_state)",
+    "drop generator=: the default generator of the device is registered with every graph, and its seeds reproduce",
 )
 
 
