@@ -107,7 +107,11 @@ class Conv2d(ctypes.Structure):
 class Epilogue(ctypes.Structure):
     """lf_epilogue of lf_kernels.h."""
 
-    _fields_ = [(name, ctypes.c_void_p) for name in ("bias", "scale", "shift")] + [("act", ctypes.c_int32)]
+    _fields_ = [
+        *((name, ctypes.c_void_p) for name in ("bias", "scale", "shift")),
+        ("act", ctypes.c_int32),
+        *((name, ctypes.c_void_p) for name in ("weight_scale", "add")),
+    ]
 
 
 def library() -> ctypes.CDLL:
