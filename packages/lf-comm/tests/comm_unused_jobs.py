@@ -43,6 +43,9 @@ def left_out(rank: int, hook: str) -> dict[str, Any]:
     ddp = DistributedDataParallel(made())
     attach: Any = {"rows": lf_comm.SparseGradReducer, "accurate": lf_comm.AccurateReducer}[hook]
     attach.attach(ddp)
+    # Nothing below waits for a peer: a rank that is done would close what another one, still making the hook's group,
+    # is connecting to (torch makes groups without a barrier unless TORCH_DIST_INIT_BARRIER=1).
+    dist.barrier()
     ddp(batch(rank, 0), own_expert(rank)).square().sum().backward()
     try:
         ddp(batch(rank, 1), own_expert(rank))
