@@ -67,7 +67,7 @@ def test_digest_tells_runs_apart(cli: Any) -> None:
 @pytest.mark.timeout(600)  # it trains twelve times
 def test_ten_sigterms_at_random_moments_change_nothing(cli: Any, until: Any, small: list[str]) -> None:
     # saves after every step and a long eval after every third: most signals land in one of them
-    busy = ["run.steps=80", "ckpt.every=1", "eval.every=3", "eval.batches=0", "data.eval_fraction=0.3"]
+    busy = ["run.steps=80", "ckpt.every=1", "eval.every=3", "eval.batches=0", "data.eval_fraction=0.15"]
     cli.train("straight", *busy)
     moments = random.Random(20261129)
     process = cli.start("train", "run.name=stopped", *small, *busy)
