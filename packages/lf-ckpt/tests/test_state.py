@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections.abc import Callable
 from pathlib import Path
@@ -273,3 +274,43 @@ def test_generators_continue_where_they_were(tmp_path: Path) -> None:
     assert draws() == wanted
     with pytest.raises(lf_ckpt.CkptError, match="no generator state"):
         lf_ckpt.set_rng_state(lf_ckpt.Collected({}, {}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("optim.groups", [1]),
+        ("optim.groups", {"params": []}),
+        ("optim.groups", [{"params": [3]}]),
+        ("optim.scalars", [1]),
+        ("optim.scalars", {"weight": 3}),
+        ("model.extra", [1]),
+        ("rng.python", 3),
+        ("rng.python", {"version": 3}),
+        ("rng.numpy", {"kind": "other", "position": 0, "has_gauss": 0, "cached": 0.0}),
+    ],
+)
+def test_items_that_nothing_has_collected_are_named_before_anything_changes(name: str, value: Any) -> None:
+    model = nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(model.parameters())
+    tensors, items = lf_ckpt.collect(nn.Linear(3, 2), None, rng=True)
+    before = {n: v.clone() for n, v in model.state_dict().items()}
+
+    with pytest.raises(lf_ckpt.CkptError, match=r"item|generator states"):
+        lf_ckpt.restore(model, optimizer, lf_ckpt.Collected(tensors, {**items, name: value}), rng=True)
+
+    assert all(torch.equal(v, before[n]) for n, v in model.state_dict().items())
+
+
+def test_what_has_no_shape_or_a_mask_is_refused_by_name() -> None:
+    with pytest.raises(lf_ckpt.UnsupportedError, match=r"model\.weight has no shape"):
+        lf_ckpt.collect(nn.LazyLinear(3))
+    with pytest.raises(lf_ckpt.UnsupportedError, match="MaskedArray"):
+        lf_ckpt.pack(np.ma.array([1, 2], mask=[0, 1]), "x")
+
+
+def test_a_fifo_is_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for read in (lf_ckpt.import_torch, lf_ckpt.import_any):
+        with pytest.raises(lf_ckpt.CkptError, match="not a regular file"):
+            read(tmp_path / "pipe")

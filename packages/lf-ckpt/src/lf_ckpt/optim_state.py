@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from .errors import UnsupportedError
+from .errors import CkptError, UnsupportedError
 from .jsonio import Json
 from .typed import State, pack, references, unpack
 
@@ -64,6 +64,22 @@ def collect_optimizer(
     items["optim.groups"] = groups
     if scalars:
         items["optim.scalars"] = scalars
+
+
+def require_forms(items: Mapping[str, Json]) -> None:
+    """CkptError for an item of model or optimizer that `collect` cannot have made."""
+    groups, scalars = items.get("optim.groups", []), items.get("optim.scalars", {})
+    if not isinstance(items.get("model.extra", {}), Mapping):
+        raise CkptError("item model.extra is no mapping of names")
+    if not (isinstance(scalars, Mapping) and all(isinstance(found, Mapping) for found in scalars.values())):
+        raise CkptError("item optim.scalars is no mapping of parameters to numbers")
+    if not (isinstance(groups, list) and all(map(_is_group, groups))):
+        raise CkptError("item optim.groups is no list of groups with the names of their parameters")
+
+
+def _is_group(group: Json) -> bool:
+    names = group.get("params") if isinstance(group, Mapping) else None
+    return isinstance(names, list) and all(isinstance(name, str) for name in names)
 
 
 class Moments(NamedTuple):

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 
 from .errors import CkptError, MismatchError, UnsupportedError
 from .jsonio import Json
@@ -31,11 +32,12 @@ from .optim_state import (
     collect_optimizer,
     moments,
     parameter_names,
+    require_forms,
     restore_groups,
     restore_moments,
     saved_parameters,
 )
-from .rng import rng_state, set_rng_state
+from .rng import require_rng_state, rng_state, set_rng_state
 from .typed import Collected, State, Stateful, pack, unpack
 
 _EXTRA = "_extra_state"
@@ -81,6 +83,8 @@ def collect(
     extra: dict[str, Json] = {}
     for name, value in model.state_dict(keep_vars=True).items():
         if isinstance(value, Tensor):
+            if is_lazy(value):
+                raise UnsupportedError(f"model.{name} has no shape yet: run a batch through the model first")
             tensors[f"model.{name}"] = value.detach()
         else:
             extra[name] = value
@@ -122,6 +126,9 @@ def restore(
     where a conversion only rounds.
     """
     model = unwrap(model)
+    require_forms(state.items)
+    if rng and "rng.torch" in state.tensors:
+        require_rng_state(state)
     asked = {n: s for n, s in zip(_STATEFUL, (scheduler, scaler, loader), strict=True) if s is not None}
     plan = _plan(model, optimizer, state, map_names, Fitting(reshape, cast))
     for name in plan.match.source:

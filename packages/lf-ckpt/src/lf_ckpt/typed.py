@@ -121,7 +121,7 @@ def _pack(value: Any, where: str, tensors: dict[str, Tensor]) -> Json:
     match value:
         case Tensor():
             return {"$tensor": _keep(value.detach(), where, tensors)}
-        case np.ndarray():
+        case np.ndarray() if not isinstance(value, np.ma.MaskedArray):
             return {"$array": _keep(_from_numpy(value, where), where, tensors)}
         case np.generic() if not isinstance(value, bool | int | float | str | bytes):
             return {"$scalar": _keep(_from_numpy(np.asarray(value), where), where, tensors)}

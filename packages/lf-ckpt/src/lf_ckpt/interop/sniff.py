@@ -9,7 +9,7 @@ from ..typed import Collected
 from .bundle import import_file, is_bundle
 from .dcp_folder import METADATA, import_dcp
 from .safetensors_files import import_safetensors
-from .torch_file import import_torch
+from .torch_file import import_torch, require_regular
 
 _TORCH_MAGIC = (b"PK\x03\x04", b"\x80\x02")
 
@@ -25,6 +25,7 @@ def import_any(path: str | os.PathLike[str]) -> Collected:
     if path.endswith(".safetensors"):
         return import_safetensors(path)
     try:
+        require_regular(path)
         with open(path, "rb") as file:
             first = file.read(4)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import stat
 import zipfile
 from collections.abc import Mapping
 from typing import Any
@@ -28,6 +29,7 @@ def import_torch(path: str | os.PathLike[str], prefix: str = "", *, verify: bool
     """
     path = os.path.realpath(path)
     try:
+        require_regular(path)
         with open(path, "rb") as file:
             archive = file.read(4) == b"PK\x03\x04"
         if archive and verify:
@@ -46,6 +48,12 @@ def import_torch(path: str | os.PathLike[str], prefix: str = "", *, verify: bool
     if not isinstance(loaded, Mapping):
         raise UnsupportedError(f"{path}: holds a {type(loaded).__name__}; a mapping of names is needed")
     return flatten(loaded, prefix)
+
+
+def require_regular(path: str) -> None:
+    """OSError for what is no file: opening a FIFO waits for a writer."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError("not a regular file")
 
 
 def flatten(state: Mapping[Any, Any], prefix: str = "") -> Collected:
