@@ -216,6 +216,32 @@ def test_what_is_no_request_is_refused(
     assert ask(f"{server.url}/generate", {"prompt": "a", "tokens": 1})[0] == 200
 
 
+@pytest.mark.parametrize(
+    "said", [b"", b"nonsense\r\n\r\n", b"HTTP/1.0 200 OK\r\n\r\n[]", b"HTTP/1.0 200 OK\r\n\r\n3"]
+)
+def test_another_server_is_told_from_ours(said: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")  # nobody is there, and nobody is asked
+    with socket.create_server(("127.0.0.1", 0)) as other:
+
+        def answer() -> None:
+            taken, _ = other.accept()
+            with taken:
+                taken.recv(65536)
+                taken.sendall(said)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        with pytest.raises(UpdateError, match="does not answer as"):
+            update_server(Path("x"), f"http://127.0.0.1:{other.getsockname()[1]}")
+        thread.join(60)
+
+
+@pytest.mark.parametrize("server", ["http://[::1", "http://", "http://a b", "ftp://x", "x"])
+def test_an_address_that_is_none_is_a_named_error(server: str) -> None:
+    with pytest.raises(UpdateError, match=r"does not answer as|an address such as"):
+        update_server(Path("x"), server)
+
+
 def test_broken_connections_cost_nobody_an_answer(server: Server) -> None:
     address = ("127.0.0.1", int(server.url.rsplit(":", 1)[1]))
     for raw in (b"", b"\x00\xff\r\n\r\n", b"POST /generate HTTP/1.0\r\nContent-Length: 9\r\n\r\n{"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import http.client
 import json
 import urllib.error
 import urllib.request
@@ -32,15 +33,18 @@ def update_server(model: Path, server: str, timeout_s: float = 600.0) -> dict[st
     if not server.startswith(("http://", "https://")):
         raise UpdateError(f"--server {server}: an address such as http://127.0.0.1:8642")
     body = json.dumps({"model": str(model.absolute())}).encode()
-    request = urllib.request.Request(
-        f"{server.rstrip('/')}/update", body, {"Content-Type": "application/json"}
-    )
+    # never through a proxy of the environment: the path means something on the server's machine only
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(request, timeout=timeout_s) as answer:
+        url = f"{server.rstrip('/')}/update"
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        with opener.open(request, timeout=timeout_s) as answer:
             found: dict[str, Any] = json.load(answer)
+        if not all(key in found for key in ("step", "weights", "previous")):
+            raise ValueError("its answer names no weights")
     except urllib.error.HTTPError as e:
         raise UpdateError(f"{server} goes on with its weights: {_reason(e)}") from e
-    except (OSError, ValueError) as e:
+    except (OSError, ValueError, TypeError, http.client.HTTPException) as e:
         why = getattr(e, "reason", e)
         raise UpdateError(f"{server} does not answer as `loongforge infer RUN --serve` does: {why}") from e
     return found
