@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -76,6 +77,11 @@ def test_a_training_step_sees_it_too_and_takes_an_equal_object() -> None:
 def test_what_cannot_be_compared_at_every_call_is_refused() -> None:
     with pytest.raises(GraphError, match="over 1000 values"):
         capture(lambda x, held: x * 2, torch.ones(2), types.SimpleNamespace(many=list(range(2000))))
+
+
+def test_an_array_deep_inside_is_refused() -> None:
+    with pytest.raises(GraphError, match="holds a numpy array"):
+        capture(lambda x, held: x * 2, torch.ones(2), types.SimpleNamespace(deep=[{"a": np.ones(2)}]))
 
 
 def test_what_comes_back_is_the_object_itself() -> None:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import enum
 import types
 from collections import deque
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -53,11 +54,11 @@ def _is_fields(content: Any) -> bool:
     return isinstance(content, tuple) and len(content) == 2 and content[0] is _Fields
 
 
-def held(value: Any, where: str) -> Any:
+def held(value: Any, where: Callable[[], str]) -> Any:
     """``value`` itself where it cannot change, else it with its content.
 
     Raises:
-        GraphError: it holds more than can be compared at every call; ``where`` names it.
+        GraphError: it holds a numpy array, or more than can be compared at every call; ``where`` names it.
     """
     content = _Reader(where).content(value)
     return value if content is value else Held(value, content)
@@ -69,7 +70,7 @@ def value_of(leaf: Any) -> Any:
 
 
 class _Reader:
-    def __init__(self, where: str) -> None:
+    def __init__(self, where: Callable[[], str]) -> None:
         self.where, self.count, self.open = where, 0, set[int]()
 
     def content(self, value: Any) -> Any:
@@ -77,8 +78,13 @@ class _Reader:
         self.count += 1
         if self.count > MOST:
             raise GraphError(
-                f"{self.where} is a {type(value).__name__} that leads to over {MOST} values, and a graph would freeze "
-                "them: give the numbers and tensors that the function needs"
+                f"{self.where()} is a {type(value).__name__} that leads to over {MOST} values, and a graph would "
+                "freeze them: give the numbers and tensors that the function needs"
+            )
+        if isinstance(value, np.ndarray):
+            raise GraphError(
+                f"{self.where()} holds a numpy array, and a graph would keep its values for ever: give "
+                "torch.from_numpy(array)"
             )
         if isinstance(value, _WHOLE) or type(value).__module__.startswith(("lf_graph", "torch")):
             return value

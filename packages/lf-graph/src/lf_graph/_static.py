@@ -128,7 +128,7 @@ def fixed(structure: pytree.TreeSpec, i: int, leaf: Any) -> Any:
         return spec_of(leaf)
     if leaf is None or isinstance(leaf, (bool, int, float, str)):
         return leaf
-    return held(leaf, _paths(structure)[i])
+    return held(leaf, lambda: _paths(structure)[i])  # asked for errors only
 
 
 def tensors_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Tensor]:
